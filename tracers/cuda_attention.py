@@ -1,27 +1,26 @@
 """The attention kernels that CUDA would run, traced on a machine without a GPU.
 
 `torch.nn.functional.scaled_dot_product_attention` asks the device which kernel to call. Here CPU
-tensors get the kernel that a card of the device table would choose: the kernel's shapes, seeds and
-backward are known without a GPU. The choices are those of an H100 with torch 2.11, as
-`torch._fused_sdp_choice` gave them for 7 head widths, 3 types, masks, dropout and grouped heads
-(`experiments/gpu_run.py`, section `environment`). From torch's documentation: flash attention needs
-an Ampere, and cards older than Hopper do not prefer cuDNN.
+tensors get the kernel that a card of the device table would choose (`attention_choice`): its
+shapes, seeds and backward are known without a GPU.
+
+What surrounds the kernel is that of ATen/native/transformers/attention.cpp: flash attention pads
+widths to multiples of 8, and efficient attention pads the rows of a mask to multiples of 16.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from .devices import AMPERE, HOPPER, Device
+from .attention_choice import Attention, chosen_kernel, needs_gradient, with_batch
+from .devices import Device
 
 aten = torch.ops.aten
-
-_HALF = (torch.bfloat16, torch.float16)
-_WIDEST = 256  # widest head for flash attention and cuDNN
 
 
 @contextmanager
@@ -45,31 +44,12 @@ def cuda_attention(device: Device) -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> Any:
         query, key, value, attn_mask = map(_as_autocast, (query, key, value, attn_mask))
-        kernel = chosen_kernel(device, query, key, attn_mask, enable_gqa=enable_gqa)
-        mask = _as_float(attn_mask, query.dtype)
-
-        needs_gradient = torch.is_grad_enabled() and _any_requires_grad(query, key, value)
-
-        if kernel == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, mask, needs_gradient, dropout_p, is_causal, False, scale=scale
-            )[0]
-
-        if kernel == "flash":
-            return aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-
-        if kernel == "efficient":
-            if mask is not None:
-                mask = mask.expand(*query.shape[:-1], key.shape[-2])
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
-            )[0]
-
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        given = Attention(
+            device.capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
+        )
+        call = with_batch(given)
+        result = _KERNELS[chosen_kernel(call)](call, scale)
+        return result if call is given else result.squeeze(0)
 
     functional.scaled_dot_product_attention = attention
     try:
@@ -78,38 +58,72 @@ def cuda_attention(device: Device) -> Iterator[None]:
         functional.scaled_dot_product_attention = plain
 
 
-def chosen_kernel(
-    device: Device,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    enable_gqa: bool = False,
-) -> str:
-    """Returns `cudnn`, `flash`, `efficient` or `math`.
-
-    Args:
-        device: a GPU of the device table.
-        query: of shape (batch, heads, length, width).
-        key: likewise, with fewer heads if `enable_gqa`.
-        mask: added to the scores, or None.
-        enable_gqa: several heads of `query` share one of `key`.
-    """
-    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
-        return "math"
-
-    is_half, width = query.dtype in _HALF, query.shape[-1]
-    is_short = width <= _WIDEST and width % 8 == 0
-    if is_half and is_short and device.capability >= HOPPER:
-        return "cudnn"
-    if is_half and is_short and mask is None and device.capability >= AMPERE:
-        return "flash"
-
-    return "math" if enable_gqa and key.shape[1] != query.shape[1] else "efficient"
+def _cudnn(call: Attention, scale: float | None) -> Any:
+    return aten._scaled_dot_product_cudnn_attention(
+        call.query,
+        call.key,
+        call.value,
+        _as_float(call.mask, call.query.dtype),
+        needs_gradient(call),
+        call.dropout_p,
+        call.is_causal,
+        False,
+        scale=scale,
+    )[0]
 
 
-def _any_requires_grad(*tensors: torch.Tensor) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
+def _flash(call: Attention, scale: float | None) -> Any:
+    width = call.query.shape[-1]
+    padding = (0, -width % 8)
+    query, key, value = (
+        torch.nn.functional.pad(tensor, padding) if padding[1] else tensor
+        for tensor in (call.query, call.key, call.value)
+    )
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    result = aten._scaled_dot_product_flash_attention(
+        query, key, value, call.dropout_p, call.is_causal, False, scale=scale
+    )[0]
+    return result[..., :width] if padding[1] else result
+
+
+def _efficient(call: Attention, scale: float | None) -> Any:
+    mask = _as_float(call.mask, call.query.dtype)
+    if mask is not None:
+        mask = _with_aligned_rows(mask).expand(*call.query.shape[:-1], call.key.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(
+        call.query,
+        call.key,
+        call.value,
+        mask,
+        needs_gradient(call),
+        call.dropout_p,
+        call.is_causal,
+        scale=scale,
+    )[0]
+
+
+def _math(call: Attention, scale: float | None) -> Any:
+    return aten._scaled_dot_product_attention_math(
+        call.query,
+        call.key,
+        call.value,
+        _as_float(call.mask, call.query.dtype),
+        call.dropout_p,
+        call.is_causal,
+        scale=scale,
+        enable_gqa=call.enable_gqa,
+    )[0]
+
+
+_KERNELS = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "math": _math}
+
+
+def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
+    """Pads each row of a mask to a multiple of 16 elements, and hides the rest (`pad_bias`)."""
+    if all(step % 16 == 0 for step in mask.stride()[:-1]):
+        return mask
+    length = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
 
 
 def _as_autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:

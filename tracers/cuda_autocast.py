@@ -6,7 +6,9 @@ powers, exponentials and sums in float32, so a step holds more.
 Source: `AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`, `AT_FORALL_FP32_SET_OPT_DTYPE`,
 `AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE` and `AT_FORALL_PROMOTE` in ATen/autocast_mode.h, the same
 in torch 2.11 to 2.15, except for operators that `operators_cast_for` does not find. Each policy
-below is one of these macros; float64 is never cast.
+below is one of these macros; float64 is never cast. Two operators are in none of them: builds for
+CUDA cast for `_cudnn_rnn` in ATen/cudnn/AutocastRNN.cpp, and torch from 2.14 on runs
+`linalg_matrix_sqrth` in float32, as fake tensors of a GPU showed.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _LOWER = _names("""
     conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
     cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-    scaled_dot_product_attention
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _cudnn_rnn
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
 """)
 
 _FLOAT32 = _names("""
@@ -52,7 +54,7 @@ _FLOAT32 = _names("""
     logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
     _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa
+    _upsample_bicubic2d_aa linalg_matrix_sqrth
 """)
 
 # the result is float32, but the input is not cast first

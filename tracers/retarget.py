@@ -1,16 +1,17 @@
-"""The graph of a step as a GPU would run it, on a machine without one.
+"""The graph of a step as a GPU would run it, on a machine without that GPU.
 
-A CPU-only torch can't differentiate tensors of a GPU, not even fake ones. So the step is traced on
-the CPU, and the known differences are corrected. On CUDA:
+A CPU-only torch can't differentiate tensors of a GPU, not even fake ones, and another GPU has other
+kernels. So the step is traced on the CPU, and the known differences are corrected. On CUDA:
 
-- attention has other kernels, and autocast casts for other operators;
+- attention has other kernels, RMS norm is one operator where input and weight have one type, and
+  autocast casts for other operators;
 - dropout saves one byte per element in every precision, and layer and batch norms save their
   statistics in float32;
 - the allocator rounds sizes, and the generator's state takes no memory of the device;
 - some kernels may not run twice.
 
-Two differences remain: the workspace of convolutions, which only the card knows, and a reserve
-buffer that cuDNN saves for batch norm in channels-last layout.
+One difference remains: the workspace of libraries, such as cuDNN's for convolutions, which only the
+card knows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from remat.torch_border.kernels import with_cpu_kernel
 
 from .cuda_attention import cuda_attention
 from .cuda_autocast import cuda_autocast
@@ -38,20 +41,27 @@ _NORMS = frozenset({
 })  # fmt: skip
 
 
-def traced_on(device_type: str) -> str:
-    """Returns the device type of the fake tensors on which a step for `device_type` is traced."""
-    return device_type if torch.cuda.is_available() else "cpu"
+def traced_on(device: Device) -> str:
+    """Returns the device type of the fake tensors on which a step for `device` is traced.
+
+    A GPU of this machine decides which kernels are traced on it, so a step for a card of another
+    compute capability is traced on the CPU.
+    """
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability()
+    return device.type if float(f"{major}.{minor}") == device.capability else "cpu"
 
 
 @contextmanager
 def as_on(device: Device, *, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Makes a `with` block trace what `device` would run, on `traced_on(device.type)`.
+    """Makes a `with` block trace what `device` would run, on `traced_on(device)`.
 
     Args:
         device: one of the table, or this machine's.
         autocast: the dtype of `torch.autocast` there; if None, autocast is off.
     """
-    on = traced_on(device.type)
+    on = traced_on(device)
     with (
         nullcontext() if device.type == on else as_on_cuda(device),
         torch.autocast(on, autocast, enabled=autocast is not None),
@@ -64,10 +74,14 @@ _is_for_cuda: ContextVar[bool] = ContextVar("is_for_cuda", default=False)
 
 @contextmanager
 def as_on_cuda(device: Device) -> Iterator[None]:
-    """Traces on the CPU what a card runs: its attention, its dropout and its autocast."""
+    """Traces on the CPU what a card runs: its attention, its norms, its dropout, its autocast."""
     token = _is_for_cuda.set(True)
     try:
-        with cuda_attention(device), cuda_autocast():
+        with (
+            cuda_attention(device),
+            cuda_autocast(),
+            with_cpu_kernel(aten._fused_rms_norm.default),
+        ):
             yield
     finally:
         _is_for_cuda.reset(token)

@@ -5,7 +5,8 @@ computes convolutions, and products in bfloat16 and float16; its memory layouts 
 depend on the processor. Such a call is run once per machine, and what the allocator counted is
 stored on disk. Operators without a formula are measured in the same way.
 
-On CUDA the workspace counts as 0: it depends on the library that is chosen at run time, and only
+On CUDA that of flash attention's backward follows from torch's source too (`cuda_workspace`). Other
+workspace counts as 0 there: it depends on the library that is chosen at run time, and only
 `profile()` measures it. In addition, cuBLAS holds a workspace for each handle and stream from its
 first product on (8.1 MiB, 32 MiB on Hopper and later; `CUBLAS_WORKSPACE_CONFIG`). `checkpoint`
 measures it and keeps it free (`remat/plan/card.py`); `fits` and `max_batch` take the
@@ -20,6 +21,7 @@ from functools import cache
 
 import torch
 
+from . import cuda_workspace
 from .cache import DiskCache, cache_path
 from .calls import Call, TensorSpec, aten
 from .counts import CONVOLUTIONS, bytes_moved, flop_of
@@ -45,8 +47,10 @@ def workspace_bytes(node: torch.fx.Node | Call, device_type: str) -> int:
     if isinstance(node, torch.fx.Node) and node.op != "call_function":
         return 0
     call = node if isinstance(node, Call) else Call.of(node)
-    if device_type != "cpu" or not call.computes:
+    if not call.computes:
         return 0
+    if device_type != "cpu":
+        return cuda_workspace.formula_bytes(call)
     known = formula_bytes(call)
     return measured_bytes(call) if known is None else known
 

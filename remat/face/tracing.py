@@ -58,7 +58,8 @@ def trace_kernels(
     """
     step = _checked(model, args, kwargs)
     kind = device.type if device else device_type(step)
-    if kind == "cuda" and not torch.cuda.is_available():
+    is_here = kind == traced_on(device) if device else torch.cuda.is_available()
+    if kind == "cuda" and not is_here:
         wanted = device.name if device else "that of the model"
         raise ValueError(
             'executor="inductor" plans kernels for devices of this machine, and this machine has no'
@@ -100,7 +101,7 @@ def trace_for(
             kwargs,
             costs=_costs_on(device, costs),
             differentiate=differentiate,
-            on_device_type=traced_on(device.type),
+            on_device_type=traced_on(device),
         )
 
 

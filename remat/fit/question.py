@@ -122,7 +122,7 @@ class Question:
                 self.model,
                 args,
                 kwargs,
-                traced_on=traced_on(self.device.type),
+                traced_on=traced_on(self.device),
                 device_type=self.device.type,
             )
 

@@ -31,6 +31,7 @@ from remat.run.plain_steps import PlainSteps
 from remat.run.refusals import (
     named,
     refuse_cudnn_rnns,
+    refuse_fused_cells,
     refuse_nested,
     refuse_scans,
     refuse_what_has_no_size,
@@ -266,6 +267,7 @@ def refuse_uncapturable(module: fx.GraphModule) -> None:
 def refuse_unplannable(module: fx.GraphModule) -> None:
     """Does the same as `refuse_uncapturable`, but allows scans, which Inductor can run."""
     refuse_cudnn_rnns(module)
+    refuse_fused_cells(module)
     refuse_changing_sizes(module.graph)
     refuse_nested(module)
     cut_at_sizes(module)

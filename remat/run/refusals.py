@@ -68,6 +68,25 @@ _CUDNN = (
 )
 
 
+def refuse_fused_cells(module: fx.GraphModule) -> None:
+    """Refuses LSTM and GRU cells that are traced on the CPU as a GPU would run them.
+
+    CUDA runs a cell's gates in one kernel (RNN.cpp, `_thnn_fused_lstm_cell` and
+    `_thnn_fused_gru_cell`), which saves other values than the CPU's operators. Layers run it too if
+    cuDNN is off. Only the LSTM's kernel has shapes without a GPU.
+    """
+    for node in module.graph.nodes:
+        if node.target in _CELLS and is_for_cuda():
+            raise TraceError(_FUSED.format(cell=named(node)))
+
+
+_CELLS = frozenset([torch.lstm_cell, torch.gru_cell, torch.lstm, torch.gru])
+_FUSED = (
+    "on a GPU the gates of {cell} are one fused kernel, whose memory is not known on a machine "
+    "without that GPU; plan the step there, or keep the cell outside of the planned part"
+)
+
+
 def size_that_data_decides(module: fx.GraphModule) -> fx.Node | None:
     """Returns the first operator of a captured forward whose result has a size that data decides.
 

@@ -26,6 +26,7 @@ __all__ = [
     "is_dense",
     "is_onednn_on",
     "with_autograd_kernel",
+    "with_cpu_kernel",
     "with_kernel",
     "with_python_kernels",
     "without_modes",
@@ -80,6 +81,24 @@ def with_autograd_kernel(operator: OpOverload, kernel: Callable[..., Any]) -> It
         yield
     finally:
         install(None)
+
+
+@contextmanager
+def with_cpu_kernel(operator: OpOverload) -> Iterator[None]:
+    """Traces a composite operator of the CPU as one operator, as where it has a kernel of its own.
+
+    The CPU is given its composite kernel under its own key, so autograd uses the operator's own
+    derivative. It applies to the whole process (`_op_dk`, `_destroy`, 2.13).
+    """
+    composite = partial(operator._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl(operator, composite)
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        library._destroy()
+        operator._dispatch_cache.clear()
 
 
 def below_autograd() -> Any:

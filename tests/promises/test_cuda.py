@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
+from remat.tracers.attention_choice import Attention, chosen_kernel
 from remat.tracers.cache import DiskCache
+from remat.tracers.calls import Call
+from remat.tracers.devices import local_device
 from remat.tracers.profiled import Profile
+from remat.tracers.workspace import workspace_bytes
 
 pytestmark = [
     pytest.mark.cuda,
@@ -170,3 +175,81 @@ def test_profile_measures_seconds_and_workspace(tmp_path: Path) -> None:
     cost_s, workspace_bytes = model.measure(product)
     assert 0 < cost_s < 1
     assert workspace_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [60, 64, 128, 160, 192, 200, 256, 512])
+def test_the_attention_kernel_is_the_one_that_this_card_chooses(
+    width: int, dtype: torch.dtype
+) -> None:
+    """In a grid of value widths, lengths, masks, heads and dropout, with and without gradients."""
+    capability = float("{}.{}".format(*torch.cuda.get_device_capability()))
+    grid = product(
+        (width, 128), ((64, 64), (64, 32), (1, 64), (64, 1)), ("", "mask", "causal"),
+        ((4, 4), (4, 2), (4, 1)), (0.0, 0.1, 0.125), (True, False), (True, False),
+    )  # fmt: skip
+    wrong = []
+    for case in grid:
+        of_value, (queries, keys), kind, (heads, of_key), dropout_p, enable_gqa, is_trained = case
+        made: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+        query = torch.zeros(2, heads, queries, width, requires_grad=is_trained, **made)
+        key = torch.zeros(2, of_key, keys, width, **made)
+        value = torch.zeros(2, of_key, keys, of_value, **made)
+        mask = torch.zeros(queries, keys, **made) if kind == "mask" else None
+        options = (mask, dropout_p, kind == "causal")
+
+        chosen = torch._fused_sdp_choice(query, key, value, *options, enable_gqa=enable_gqa)
+        found = chosen_kernel(Attention(capability, query, key, value, *options, enable_gqa))
+        if found != ("math", "flash", "efficient", "cudnn")[chosen]:
+            wrong.append((case, found, chosen))
+    assert not wrong
+
+
+class Normed(nn.Module):
+    """Attention between two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.last = nn.Linear(64, 192), nn.Linear(64, 1)
+        self.norm, self.rms_norm = nn.LayerNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(self.norm(x)).view(2, 48, 3, 2, 32).unbind(2)
+        q, k, v = (head.transpose(1, 2) for head in heads)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        mixed = mixed.transpose(1, 2).reshape(2, 48, 64)
+        return self.last(self.rms_norm(mixed)).float().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_made_without_this_card_is_the_one_that_is_made_on_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Normed().to(dtype), torch.randn(2, 48, 64, dtype=dtype)
+    name = local_device().name
+    own = remat.trace(copy.deepcopy(model).cuda(), (x.cuda(),), device=name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (0, 0))
+    torch._dynamo.reset()
+    assert remat.trace(model, (x,), device=name) == own
+
+
+@pytest.mark.parametrize("heads_of_keys", [4, 2])
+@pytest.mark.parametrize("width", [64, 40, 160])
+def test_the_backward_of_flash_attention_holds_what_is_predicted(
+    width: int, heads_of_keys: int
+) -> None:
+    made: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
+    query = torch.randn(8, 1000, 4, width, **made).transpose(1, 2)
+    key = torch.randn(8, 1000, heads_of_keys, width, **made).transpose(1, 2)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    out, held, *lengths, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, key, 0.0, False, False
+    )
+    args = (query, query, key, key, out, held, *lengths, 0.0, False, seed, offset)
+
+    torch.cuda.reset_peak_memory_stats()
+    gradients = flash(*args)
+    measured = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    predicted = workspace_bytes(Call.made(flash, args, {}, gradients), "cuda")
+    assert abs(measured - predicted) <= 2 << 20, "blocks of CUDA's allocator"

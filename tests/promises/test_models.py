@@ -153,6 +153,43 @@ def test_an_lstm_in_cudnn_is_refused() -> None:
         remat.trace(Recurrent(), (torch.randn(3, 2, 4),), device="H100")
 
 
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_a_recurrent_cell_that_a_gpu_fuses_is_refused_without_it(cell: type[nn.Module]) -> None:
+    """Naive: the plan has the gates of the CPU, and is refused on the card."""
+
+    class Celled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = cell(4, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.cell(x)
+            return (hidden if isinstance(hidden, torch.Tensor) else hidden[0]).pow(2).mean()
+
+    x = torch.randn(8, 4)
+    assert remat.trace(Celled(), (x,), device="cpu").operators
+    with pytest.raises(remat.TraceError, match=r"one fused kernel"):
+        remat.trace(Celled(), (x,), device="H100")
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_without_cudnn_are_refused_without_the_gpu(layer: type[nn.Module]) -> None:
+    model = nn.Sequential(layer(4, 32))
+    with (
+        torch.backends.cudnn.flags(enabled=False),
+        pytest.raises(remat.TraceError, match=r"one fused kernel"),
+    ):
+        remat.trace(model, (torch.randn(3, 2, 4),), device="H100", differentiate="all")
+
+
+def test_plain_recurrent_layers_without_cudnn_are_traced_for_a_gpu() -> None:
+    with torch.backends.cudnn.flags(enabled=False):
+        graph = remat.trace(
+            nn.RNN(4, 32), (torch.randn(3, 2, 4),), device="H100", differentiate="all"
+        )
+    assert graph.device == "cuda"
+
+
 def test_a_recurrent_cell_with_gates_of_partial_vectors_is_refused() -> None:
     """A capture lays the gates out in memory differently from plain PyTorch.
 

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
 from remat.core.graph import Graph
-from remat.tracers.cuda_attention import chosen_kernel
-from remat.tracers.devices import device as device_named
-from tests.support.checkout import ROOT
-
-NAMES = ("math", "flash", "efficient", "cudnn")  # in the order of torch's numbers
-FACTS = (ROOT / "experiments" / "results" / "gpu_run.jsonl").read_text().splitlines()
-H100 = device_named("H100")
-CHOICES = [fact for fact in map(json.loads, FACTS) if "bool mask" in fact]
-assert len(CHOICES) == 21, "three types in seven widths"
+from remat.core.operators import Operator
 
 
-@pytest.mark.parametrize("fact", CHOICES, ids=lambda fact: f"{fact['dtype']}-{fact['width']}")
-def test_the_kernel_is_the_one_that_an_h100_chose(fact: dict[str, Any]) -> None:
-    dtype: torch.dtype = getattr(torch, fact["dtype"].removeprefix("torch."))
-    query = torch.zeros(2, 4, 64, fact["width"], dtype=dtype)
-    mask = torch.zeros(2, 1, 64, 64)
+class Attention(nn.Module):
+    """Two heads between a product and a sum."""
 
-    for case in ("plain", "causal", "dropout"):
-        assert chosen_kernel(H100, query, query, None) == NAMES[fact[case]], case
-    for case in ("mask", "bool mask", "mask, dropout"):
-        assert chosen_kernel(H100, query, query, mask) == NAMES[fact[case]], case
+    def __init__(
+        self,
+        *,
+        width: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        mask: torch.Tensor | None = None,
+        kernel: SDPBackend | None = None,
+    ) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 6 * width, dtype=dtype)
+        self.width, self.mask, self.kernel = width, mask, kernel
 
-    grouped = chosen_kernel(H100, query, query[:, :2], None, enable_gqa=True)
-    assert grouped == NAMES[fact["grouped"]]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).view(2, -1, 3, 2, self.width).unbind(2)
+        q, k, v = (head.transpose(1, 2) for head in heads)
+        attention = nn.functional.scaled_dot_product_attention
+        with sdpa_kernel(self.kernel) if self.kernel else nullcontext():
+            return attention(q, k, v, self.mask, dropout_p=0.125).float().sum()
+
+
+def attention_of(graph: Graph) -> set[str]:
+    return {op.target for op in graph.operators if "scaled_dot_product" in op.target}
 
 
 @pytest.mark.parametrize(
@@ -51,25 +55,51 @@ def test_a_step_has_the_kernel_of_its_card(
     device: str, dtype: torch.dtype, is_masked: bool, kernel: str
 ) -> None:
     mask = torch.ones(16, 16, dtype=torch.bool).tril() if is_masked else None
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(32, 96, dtype=dtype)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = self.project(x).view(2, 16, 3, 2, 16).unbind(2)
-            q, k, v = (head.transpose(1, 2) for head in heads)
-            attention = nn.functional.scaled_dot_product_attention
-            return attention(q, k, v, mask, dropout_p=0.1).float().sum()
-
-    graph = remat.trace(Attention(), (torch.randn(2, 16, 32, dtype=dtype),), device=device)
+    model = Attention(dtype=dtype, mask=mask)
+    graph = remat.trace(model, (torch.randn(2, 16, 32, dtype=dtype),), device=device)
     name = f"aten._scaled_dot_product_{kernel}_attention"
-    found = {op.target for op in graph.operators if "attention" in op.target}
-    assert found == {f"{name}.default", f"{name}_backward.default"}
+    assert attention_of(graph) == {f"{name}.default", f"{name}_backward.default"}
     assert graph.device == "cuda"
     (backward,) = (op for op in graph.operators if op.target == f"{name}_backward.default")
     assert "another result at every run" in backward.pinned
+
+
+@pytest.mark.parametrize("is_around", [True, False], ids=["around", "inside"])
+def test_a_kernel_that_the_user_enables_is_traced(*, is_around: bool) -> None:
+    """Naive: an H100 takes cuDNN's."""
+    kernel = SDPBackend.EFFICIENT_ATTENTION
+    model = Attention(kernel=None if is_around else kernel)
+    x = torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    with sdpa_kernel(kernel) if is_around else nullcontext():
+        graph = remat.trace(model, (x,), device="H100")
+    name = "aten._scaled_dot_product_efficient_attention"
+    assert attention_of(graph) == {f"{name}.default", f"{name}_backward.default"}
+
+
+def test_strict_determinism_leaves_cudnn_out() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        graph = remat.trace(
+            Attention(), (torch.randn(2, 16, 32, dtype=torch.bfloat16),), device="H100"
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all("flash" in target for target in attention_of(graph))
+
+
+def test_narrow_heads_and_masks_are_padded_as_on_a_card() -> None:
+    """Heads of 20 numbers to 24 for flash attention, rows of 20 in a mask to 32 for efficient."""
+    x = torch.randn(2, 20, 32, dtype=torch.bfloat16)
+
+    def paddings(model: nn.Module) -> list[int]:
+        graph = remat.trace(model, (x,), device="A100")
+        padded = [op for op in graph.operators if "constant_pad_nd" in op.target]
+        return [graph.values[op.writes[0]].size_bytes for op in padded if op.phase == "forward"]
+
+    rows = 2 * 2 * 20
+    assert paddings(Attention(width=20)) == 3 * [-(-rows * 24 * 2 // 512) * 512]
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()
+    assert paddings(Attention(mask=mask)) == [-(-20 * 32 * 2 // 512) * 512]
 
 
 def statistics_bytes(graph: Graph) -> list[int]:
@@ -91,3 +121,47 @@ def test_norms_save_statistics_in_float32_on_a_card() -> None:
     x = torch.randn(1024, 8, dtype=torch.bfloat16)
     assert statistics_bytes(remat.trace(Loss(), (x,), device="cpu")) == [2048, 2048]
     assert statistics_bytes(remat.trace(Loss(), (x,), device="H100")) == [4096, 4096]
+
+
+class RMSNormed(nn.Module):
+    """A norm between a product and a sum."""
+
+    def __init__(self, dtype: torch.dtype, weight: torch.dtype | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=dtype)
+        self.norm = nn.RMSNorm(8, elementwise_affine=weight is not None, dtype=weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)).float().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("fresh_torch")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(
+    ("dtype", "weight", "is_fused"),
+    [
+        (torch.float32, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.bfloat16, None, True),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_rms_norm_is_one_operator_on_a_card_where_the_types_agree(
+    dtype: torch.dtype, weight: torch.dtype | None, *, is_fused: bool
+) -> None:
+    x = torch.randn(1024, 8, dtype=dtype)
+
+    def norms(device: str) -> list[Operator]:
+        graphs[device] = remat.trace(RMSNormed(dtype, weight), (x,), device=device)
+        return [op for op in graphs[device].operators if "_fused_rms_norm" in op.target]
+
+    graphs: dict[str, Graph] = {}
+    assert norms("cpu") == []
+    found = norms("H100")
+    assert bool(found) == is_fused
+    if is_fused:
+        forward, backward = found
+        saved = {value: graphs["H100"].values[value].size_bytes for value in forward.writes}
+        assert list(saved.values()) == [x.nbytes, 4 * 1024], "the statistics are in float32"
+        assert set(backward.reads) >= {forward.reads[0], forward.writes[1]}
+        assert forward.writes[0] not in backward.reads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 import remat
 from remat.cli.commands import app
 from remat.fit.question import Question
+from remat.tracers import retarget
+from remat.tracers.devices import device as device_named
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
@@ -122,3 +125,42 @@ def test_the_trace_command_takes_a_device(tmp_path: Path, monkeypatch: pytest.Mo
     result = CliRunner().invoke(app, ["trace", "small_factory.py:make", "--autocast", "bfloat16"])
     assert result.exit_code == 2
     assert "name a device" in result.output
+
+
+class TorchWithH100:
+    """Torch on a machine with an H100, as far as `retarget` looks at it."""
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def has_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retarget, "torch", TorchWithH100())
+
+
+@pytest.mark.usefixtures("has_h100")
+@pytest.mark.parametrize(
+    ("device", "type_"), [("H100", "cuda"), ("H200", "cuda"), ("T4", "cpu"), ("B200", "cpu")]
+)
+def test_a_gpu_traces_steps_for_cards_of_its_own_capability(device: str, type_: str) -> None:
+    """Naive: a step for a T4 has the kernels of the H100 on which it is traced."""
+    assert retarget.traced_on(device_named(device)) == type_
+
+
+@pytest.mark.usefixtures("has_h100")
+def test_a_step_for_another_card_than_the_one_here_is_traced_on_the_cpu() -> None:
+    class Attention(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = super().forward(x).view(1, 2, 16, 32)
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads).sum()
+
+    model = Attention(64, 64, dtype=torch.bfloat16)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    graph = remat.trace(model, (x,), device="T4")
+    assert (graph.device, graph.costs) == ("cuda", "roofline:T4")
+    assert any("_safe_softmax" in op.target for op in graph.operators), "no bfloat16 on a T4"
+    with pytest.raises(ValueError, match="no GPU such as T4"):
+        remat.trace(model, (x,), device="T4", executor="inductor")

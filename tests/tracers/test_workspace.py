@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import remat
 from remat.tracers import replay, workspace
 from remat.tracers.calls import Call, TensorSpec
 from remat.tracers.counts import bytes_moved, flop_of
@@ -464,8 +465,55 @@ def test_large_convolutions_are_extrapolated_from_smaller_batches(
     assert workspace_bytes(call, "cpu") == pytest.approx(held, rel=0.02)
 
 
-def test_cuda_has_no_workspace_of_ours() -> None:
+def test_most_operators_have_no_workspace_of_ours_on_cuda() -> None:
     assert workspace_bytes(call_of(*OPERATORS["attention"]), "cuda") == 0
+    assert workspace_bytes(call_of(*OPERATORS["product in bfloat16"]), "cuda") == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "heads_of_keys", "is_in_rows", "width_in_float32"),
+    [
+        (64, 4, True, 64),
+        (40, 4, True, 64),
+        (136, 4, True, 192),
+        (64, 2, True, 64),
+        (64, 4, False, 64),
+    ],
+)
+def test_the_backward_of_flash_attention_holds_a_gradient_in_float32(
+    width: int, heads_of_keys: int, width_in_float32: int, *, is_in_rows: bool
+) -> None:
+    """Naive: its workspace counts as 0, as that of every operator on CUDA did."""
+    in_rows = (0, 2, 1, 3)
+    query = tensor(2, 4, 200, width, dtype=HALF, order=in_rows)
+    key = tensor(2, heads_of_keys, 300, width, dtype=HALF, order=in_rows)
+    gradient = query if is_in_rows else tensor(2, 4, 200, width, dtype=HALF)
+    held, no_lengths, seed = tensor(2, 4, 200), tensor(0, dtype=INDEX), tensor(2, dtype=INDEX)
+    call = call_of(
+        aten._scaled_dot_product_flash_attention_backward.default,
+        gradient, query, key, key, query, held, no_lengths, no_lengths, 200, 300, 0.0, False,
+        seed, seed,
+    )  # fmt: skip
+
+    expected = 4 * (2 * 4 * 256) * (width_in_float32 + 1)
+    if heads_of_keys != 4:
+        expected += 2 * (2 * 4 * 300 * width) * 2
+    if not is_in_rows:
+        expected += (2 * 4 * 200 * width) * 2
+    assert workspace_bytes(call, "cuda") == expected
+
+
+def test_a_plan_for_a_card_counts_the_workspace_of_flash_attention() -> None:
+    class Attention(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = super().forward(x).view(2, 128, 2, 32).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads).float().sum()
+
+    model, x = Attention(64, 64, dtype=HALF), torch.randn(256, 64, dtype=HALF)
+    graph = remat.trace(model, (x,), device="A100")
+    (backward,) = (op for op in graph.operators if "flash_attention_backward" in op.target)
+    # the gradient is that of a sum, expanded, and copied into rows
+    assert backward.workspace_bytes == 4 * (2 * 2 * 128) * (32 + 1) + 2 * (256 * 64)
 
 
 @pytest.mark.parametrize("is_slice", [True, False])
