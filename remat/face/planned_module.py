@@ -76,6 +76,7 @@ class PlannedCall(OwnCall):
     """
 
     _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
+    _settings: Hashable = None  # what dynamo does not guard, at the last call
 
     def __init__(
         self,
@@ -101,7 +102,6 @@ class PlannedCall(OwnCall):
         # bytes of gradients that earlier steps left, and of DDP's buckets; what dynamo does not
         # guard -> the compiled step
         self._whole: dict[Hashable, Callable[..., Any]] = {}
-        self._settings: Hashable = None  # of the last call
         self._num_runs = 0  # of compiled graphs, in calls that ran as one graph
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
@@ -180,7 +180,7 @@ class PlannedCall(OwnCall):
 
     def _planned(self, args: Any, kwargs: Any) -> Any:
         settings = unguarded(self.module)
-        if self.piecewise is not None and settings != self._settings:
+        if self._is_begun and self.piecewise is not None and settings != self._settings:
             self._forget_plans()
             self._begin_anew()
         self._settings = settings

@@ -450,28 +450,85 @@ def test_what_cannot_be_a_step_is_refused() -> None:
         remat.checkpoint(lambda x: copies(x), "1GiB")
 
 
-@pytest.mark.parametrize("where", ["closure", "attribute"])
-def test_a_variable_may_name_another_module_later(where: str) -> None:
-    """Naive: the old one is kept alive, and the gradients of the new one are not counted."""
-    model, holder = nn.Linear(WIDTH, WIDTH), SimpleNamespace(model=nn.Linear(WIDTH, WIDTH))
-    used = holder if where == "attribute" else None
+LED_BY: dict[str, Callable[[Any, nn.Module], Any]] = {
+    "attribute": lambda holder, model: setattr(holder, "model", model),
+    "list": lambda holder, model: setattr(holder, "models", [model]),
+    "item": lambda holder, model: holder.models.__setitem__(0, model),
+    "inner object": lambda holder, model: setattr(holder, "inner", SimpleNamespace(model=model)),
+    "dictionary of lists": lambda holder, model: holder.named["all"].__setitem__(0, model),
+}
 
-    def step(x: torch.Tensor) -> Any:
-        return (used.model if used else model)(x).square().mean()
+
+def model_of(holder: Any, where: str) -> Any:
+    if where == "attribute":
+        return holder.model
+    if where == "inner object":
+        return holder.inner.model
+    return holder.named["all"][0] if where == "dictionary of lists" else holder.models[0]
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("where", LED_BY)
+def test_another_module_may_be_found_later(where: str, is_argument: bool) -> None:
+    """Naive: the old one is kept alive, and the gradients of the new one are not counted."""
+    variable = SimpleNamespace(models=[None], named={"all": [None]})
+    LED_BY[where](variable, nn.Linear(WIDTH, WIDTH))
+
+    def step(x: torch.Tensor, given: Any = None) -> Any:
+        return model_of(given or variable, where)(x).square().mean()
 
     planned: Any = remat.checkpoint(step, UNLIMITED, costs="flops")
-    planned(rows(1)).backward()
-    old = weakref.ref(holder.model if used else model)
+    given = (variable,) if is_argument else ()
+    planned(rows(1), *given).backward()
+    old = weakref.ref(model_of(variable, where))
 
-    model = holder.model = nn.Linear(WIDTH, 2 * WIDTH)
+    LED_BY[where](variable, nn.Linear(WIDTH, 2 * WIDTH))
+    model = model_of(variable, where)
     for _ in range(2):
-        planned(rows(1)).backward()
+        planned(rows(1), *given).backward()
     assert list(planned.step.children()) == [model]
     held = sum(p.nbytes for p in model.parameters())
     assert remat.report(planned).solution.budget_bytes == UNLIMITED - held
     torch._dynamo.reset()
     gc.collect()
     assert old() is None
+
+
+def test_a_variable_of_the_enclosing_function_may_name_another_module() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    planned: Any = remat.checkpoint(lambda x: model(x).sum(), UNLIMITED, costs="flops")
+    planned(rows(1)).backward()
+    model = nn.Linear(WIDTH, 2 * WIDTH)
+    planned(rows(1)).backward()
+    assert list(planned.step.children()) == [model]
+
+
+def test_objects_that_live_for_one_call_are_told_apart() -> None:
+    """Naive: by their numbers, which Python gives to the next object."""
+
+    def step(x: torch.Tensor, holder: Any) -> Any:
+        return holder.model(x).square().mean()
+
+    planned: Any = remat.checkpoint(step, UNLIMITED, costs="flops")
+    models = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    for model in models:
+        planned(rows(1), SimpleNamespace(model=model)).backward()
+        assert list(planned.step.children()) == [model]
+
+
+def test_arguments_are_not_kept_alive() -> None:
+    def step(batch: Any) -> Any:
+        return model(batch.rows["x"]).square().mean()
+
+    model = nn.Linear(WIDTH, WIDTH)
+    planned: Any = remat.checkpoint(step, UNLIMITED, costs="flops")
+    for _ in range(2):
+        batch = SimpleNamespace(rows={"x": rows(1)})
+        planned(batch).backward()
+    tensor = weakref.ref(batch.rows["x"])
+    del batch
+    gc.collect()
+    assert tensor() is None
 
 
 def test_decorated_functions_are_searched() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from types import MethodType
 from typing import Any
 
@@ -86,6 +87,31 @@ def test_a_forward_that_was_set_on_a_block_is_the_one_that_runs() -> None:
         one.blocks[2].forward = MethodType(doubled, one.blocks[2])
         del one.blocks[0].forward
     assert_same(state_after(model, batch()), state_after(plain, batch()))
+
+
+def test_steps_in_two_threads_leave_the_blocks_as_they_were() -> None:
+    """Naive: the thread that ends last puts back the forward that the other one had set."""
+    model = Model()
+    planned(model)
+    model(batch()).backward()
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is first:
+            first_is_in.set()
+            second_is_in.wait(60)
+        else:
+            second_is_in.set()
+            first.join(60)
+
+    model.blocks[0].register_forward_hook(wait)
+    first, second = (threading.Thread(target=model, args=(batch(),)) for _ in range(2))
+    first.start()
+    first_is_in.wait(60)
+    second.start()
+    second.join(60)
+    assert all("forward" not in vars(block) for block in model.blocks)
+    remat.unwrap(model)(batch()).backward()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

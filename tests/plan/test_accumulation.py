@@ -204,6 +204,15 @@ def test_a_step_is_planned_again_once_ddp_has_buckets(
     assert found == [0, 0, 4096, 4096]
 
 
+@pytest.mark.parametrize("make", [Net, Cut])
+def test_gradients_of_inputs_accumulate_too(make: type[Net]) -> None:
+    """Naive: only parameters' gradients are counted."""
+    model, x = remat.checkpoint(make(), "200%", **OPTIONS), X.clone().requires_grad_()
+    *_, last = rooms_of(model, 3, x)
+    held = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    assert last.gradient_bytes == held
+
+
 def test_frozen_parameters_have_no_gradients() -> None:
     model = Net()
     model[0].requires_grad_(False)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.run.idle_hooks import IdleHooks
 from remat.run.transformers_paths import plain_paths
 from tests.support.planned import assert_same, call_of, planned
 
@@ -175,3 +176,19 @@ def test_hooks_that_checkpointing_needs_do_not_cut_a_step(hook: Any) -> None:
     model(numbers).square().sum().backward()
     assert remat.report(model).breaks == ()
     assert model[0](numbers).requires_grad  # outside of a planned step the hooks are there
+
+
+def test_hooks_come_back_after_steps_that_overlap() -> None:
+    """Naive: each step puts back all hooks that it found; the one that ends last found none."""
+    model = hooked(make_inputs_require_grad)
+    first, second = IdleHooks(model).removed(), IdleHooks(model).removed()
+    before = list(model[0]._forward_hooks.items())
+    later = model[0].register_forward_hook(lambda *_: None)
+
+    first.__enter__()
+    assert len(model[0]._forward_hooks) == 1
+    second.__enter__()
+    first.__exit__(None, None, None)
+    later.remove()  # a hook that the user removes meanwhile stays removed
+    second.__exit__(None, None, None)
+    assert list(model[0]._forward_hooks.items()) == before
