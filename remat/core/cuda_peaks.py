@@ -26,6 +26,14 @@ class CudaPeaks:
     allocated_bytes: int
     reserved_bytes: int
 
+    def most(self, other: CudaPeaks) -> CudaPeaks:
+        """Returns the larger of both peaks, for each count."""
+        return CudaPeaks(
+            max(self.requested_bytes, other.requested_bytes),
+            max(self.allocated_bytes, other.allocated_bytes),
+            max(self.reserved_bytes, other.reserved_bytes),
+        )
+
     def beside(self, size_bytes: int) -> CudaPeaks:
         """Returns the peaks plus bytes that were held before the step and belong to it."""
         return CudaPeaks(

@@ -118,7 +118,7 @@ class PlannedCall(OwnCall):
         That happens only if their memory could not be predicted.
         """
         peaks = [
-            (step.meter.planned_bytes, step.budget_bytes + self.unplanned_bytes)
+            (step.meter.tensor_bytes, step.budget_bytes + self.unplanned_bytes)
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)

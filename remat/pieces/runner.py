@@ -47,6 +47,7 @@ from remat.run.changed_results import SharedResults
 from remat.run.executor import compile_graph
 from remat.run.module_device import device_type
 from remat.torch_border.autograd import SavedTensors
+from remat.torch_border.cuda_allocator import turn_of
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import are_inference
@@ -97,6 +98,7 @@ class Piecewise:
 
         self._pieces: dict[str, Piece] = {}
         self.shared = SharedResults()
+        self._owner = object()  # of the meters of all its plans
         self._frames = OwnFrames(module)
         self._local = threading.local()
 
@@ -208,6 +210,7 @@ class Piecewise:
         """Runs the backward half of the forward that saved `args`."""
         token = args.pop(piece.num_numbers)
         _, number, _ = token.shape
+        self._note_turn()
         return self.meter.backward(piece.halves(number)[1], args, piece.tangents.num, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
@@ -217,6 +220,7 @@ class Piecewise:
             call: runs the compiled module.
             inputs: the tensors among the module's arguments.
         """
+        self._note_turn()
         self._keep_within_budget()
         if bucket_bytes() != self._bucket_bytes:  # DDP wraps the module since the last step
             self.plans.clear()
@@ -245,6 +249,10 @@ class Piecewise:
         self.last, self.plan = path, self.plans.get((path, held_bytes))
         self._last_of[shapes] = path
         return result
+
+    def _note_turn(self) -> None:
+        if self.device_type == "cuda":
+            turn_of(self._owner)
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
         """Returns the plan of the last path for `held_bytes` of gradients.
@@ -329,7 +337,7 @@ class Piecewise:
             piece.number(copied, own)
             for piece, copied, own in zip(path, copies, schedules, strict=True)
         )
-        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes)
+        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, owner=self._owner)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
 
         planned = JoinedPlan(

@@ -32,6 +32,7 @@ from remat.torch_border.allocator import (
     mark_moment,
     run_counting_allocations,
 )
+from remat.torch_border.cuda_allocator import turn_of
 from remat.torch_border.kernels import FakeTensor
 
 
@@ -164,6 +165,8 @@ class FirstStepMeter:
     inputs. So there is no number, rather than a wrong one, after a forward without a backward,
     after several forwards before a backward, or after an error or Ctrl-C in either half.
 
+    On CUDA, each half has a peak of its own, so that what ran between them is left out.
+
     Attributes:
         device: `cpu` or `cuda`.
         resident_bytes: what the step holds throughout; it is added to what is measured.
@@ -175,6 +178,7 @@ class FirstStepMeter:
         waiting: the last forward that was measured, until its backward runs.
         num_backwards: how many planned backwards ran.
         num_unmeasured: how many forwards still run before one is measured.
+        owner: what all steps of one plan have in common.
     """
 
     device: str
@@ -186,6 +190,7 @@ class FirstStepMeter:
     waiting: MeasuredForward | None = field(default=None, repr=False)
     num_backwards: int = 0
     num_unmeasured: int = 0
+    owner: object = field(default_factory=object, repr=False)
 
     @property
     def tensor_bytes(self) -> int:
@@ -195,23 +200,20 @@ class FirstStepMeter:
         """
         return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes or 0
 
-    @property
-    def planned_bytes(self) -> int:
-        """What was held while the planned forward and backward ran; 0 if it was not measured.
-
-        On CUDA the peak also covers a loss outside of the module.
-        """
-        whole = self.whole if self.device == "cuda" else None
-        return whole.planned_bytes if whole else self.tensor_bytes
-
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured at each call until a whole step has been measured."""
-        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))
+
+        def measured(args: list[Any]) -> Any:
+            self._note_turn()
+            return run(args) if self.peak_bytes else self._run_forward(run, args)
+
+        return _boxed(measured)
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured once, for the forward that was measured last."""
 
         def counted(args: list[Any]) -> Any:
+            self._note_turn()
             self.num_backwards += 1
             return end_node(run(args) if self.peak_bytes else self._run_backward(run, args))
 
@@ -220,6 +222,10 @@ class FirstStepMeter:
     def forget(self) -> None:
         """Drops the measured forward, whose step does not run as planned."""
         self.waiting = None
+
+    def _note_turn(self) -> None:
+        if self.device == "cuda":
+            turn_of(self.owner)
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         self.waiting = None
@@ -234,11 +240,7 @@ class FirstStepMeter:
         forward = MeasuredForward(storages_of(args))
 
         if self.device == "cuda":
-            note_peak()
-            forward.mark = CudaMark.now()
-            keep_peak_for(forward)
-            results = run(args)
-            note_peak(forward)
+            results = self._forward_on_cuda(forward, run, args)
         elif outer is not None:
             results, span = outer.run(run, args)
             forward.span = outer, span
@@ -251,6 +253,17 @@ class FirstStepMeter:
         self.waiting = forward
         return results
 
+    def _forward_on_cuda(
+        self, forward: MeasuredForward, run: Callable[[list[Any]], Any], args: list[Any]
+    ) -> Any:
+        note_peak()
+        forward.mark = CudaMark.now(self.owner)
+        keep_peak_for(forward)
+        results = run(args)
+        note_peak(forward)
+        forward.cuda_peaks, forward.cuda_held = forward.mark.peaks(), forward.mark.held()
+        return results
+
     def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         # removed first, so that nothing is left after an error or another forward's backward
         forward, self.waiting = self.waiting, None
@@ -258,16 +271,19 @@ class FirstStepMeter:
         if forward is None or not is_its_own:
             return run(args)
 
-        if forward.mark is not None and not is_profiling():
+        known = forward.saved.keys() | forward.args.keys()
+        arrived = [s for key, s in storages_of(args).items() if key not in known]
+        if forward.cuda_peaks is not None and not is_profiling():
+            arrived_bytes = sum(storage.size_bytes for storage in arrived)
+            own = forward.cuda_held[0] + arrived_bytes, forward.cuda_held[1] + arrived_bytes
             note_peak()
+            mark = CudaMark.now(self.owner, own)
             result = run(args)
-            self.cuda_peaks = forward.mark.peaks().beside(self.resident_bytes)
+            self.cuda_peaks = forward.cuda_peaks.most(mark.peaks()).beside(self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
             note_peak(forward)
             return result
 
-        known = forward.saved.keys() | forward.args.keys()
-        arrived = [s for key, s in storages_of(args).items() if key not in known]
         outer = _MEASURED.now
         if forward.span is not None and outer is not None and forward.span[0] is outer:
             result, span = outer.run(run, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from remat.core.cuda_peaks import CudaPeaks
 from remat.look.report import Report
 from remat.pieces.step_meter import StepMeter
 from remat.run.measure import FirstStepMeter
+from remat.torch_border.cuda_allocator import turn_of
+from remat.tracers.replay import _workspace_cuda
 from tests.support.allocator import Allocator
 
 MIB = 1 << 20
@@ -60,7 +63,8 @@ def test_the_peak_of_a_step_leaves_out_what_others_hold(allocator: Allocator) ->
     assert meter.cuda_peaks == CudaPeaks(19 * MIB, 22 * MIB, 47 * MIB)
 
 
-def test_the_peak_in_pieces_leaves_out_the_rest_too(allocator: Allocator) -> None:
+def step_in_pieces(allocator: Allocator) -> tuple[StepMeter, torch.Tensor]:
+    """A step that holds 4 MiB, in blocks of 5, after its forward."""
     meter = StepMeter("cuda", resident_bytes=7 * MIB)
     layer, token = nn.Linear(2, 2), torch.ones(1)
 
@@ -71,10 +75,105 @@ def test_the_peak_in_pieces_leaves_out_the_rest_too(allocator: Allocator) -> Non
 
     loss = meter.forward(forward, ())
     loss.register_hook(lambda arrived: meter.backward(lambda args: args, [arrived], 1, token)[0])
-    loss.backward()
+    return meter, loss
 
+
+def test_the_peak_in_pieces_leaves_out_the_rest_too(allocator: Allocator) -> None:
+    meter, loss = step_in_pieces(allocator)
+    loss.backward()
     assert meter.cuda_peaks == CudaPeaks(11 * MIB, 12 * MIB, 27 * MIB)
     assert meter.peak_bytes == 12 * MIB
+
+
+def profiled(allocator: Allocator) -> None:
+    """A plan that is made measures its operators."""
+    allocator.change(allocated=500 * MIB)
+    allocator.change(allocated=-500 * MIB)
+    _workspace_cuda(lambda: None)
+
+
+def another_step(allocator: Allocator) -> None:
+    """A step of another plan, which was measured before."""
+    other = FirstStepMeter("cuda", 0, 1, peak_bytes=1)
+
+    def forward(args: list[Any]) -> list[Any]:
+        allocator.change(requested=500 * MIB, allocated=500 * MIB)
+        allocator.change(requested=-400 * MIB, allocated=-400 * MIB)
+        return args
+
+    other.forward(forward)([])
+
+
+def another_measured_step(allocator: Allocator) -> None:
+    other = FirstStepMeter("cuda", 0, 1)
+    other.forward(lambda args: args)([])
+    another_step(allocator)
+
+
+OTHERS = [profiled, another_step, another_measured_step]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_other_plans_hold_in_between_is_not_the_steps(
+    other: Callable[[Allocator], None], allocator: Allocator
+) -> None:
+    """A GAN or a teacher.
+
+    Naive: the peak of the GPU since the forward is the step's.
+    """
+    meter = FirstStepMeter("cuda", resident_bytes=7 * MIB, num_results=1)
+    saved = torch.ones(3)
+
+    def forward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(requested=30 * MIB, allocated=32 * MIB)
+        allocator.change(requested=-26 * MIB, allocated=-27 * MIB)
+        return [saved.sum(), saved]
+
+    def backward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(requested=8 * MIB, allocated=10 * MIB)
+        return []
+
+    results = meter.forward(forward)([torch.ones(2)])
+    other(allocator)
+    meter.backward(backward)(results[1:])
+    assert meter.cuda_peaks is not None
+    assert meter.cuda_peaks.requested_bytes == meter.tensor_bytes == 37 * MIB
+    assert meter.peak_bytes == meter.cuda_peaks.allocated_bytes == 39 * MIB
+
+
+def test_gradients_that_arrive_are_part_of_the_step(allocator: Allocator) -> None:
+    """They are allocated between the halves, and the backward frees them.
+
+    Naive: the backward seems to hold less than before it.
+    """
+    meter = FirstStepMeter("cuda", 0, 1)
+    saved, arrived = torch.ones(3), torch.ones(2 * MIB, dtype=torch.uint8)
+
+    def backward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(requested=-2 * MIB, allocated=-2 * MIB)
+        allocator.change(requested=MIB, allocated=MIB)
+        return []
+
+    meter.forward(lambda args: [saved.sum(), saved])([torch.ones(2)])
+    allocator.change(requested=2 * MIB, allocated=2 * MIB)
+    meter.backward(backward)([saved, arrived])
+    assert meter.tensor_bytes == meter.peak_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_step_in_pieces_with_another_plan_in_between_has_no_peak(
+    other: Callable[[Allocator], None], allocator: Allocator
+) -> None:
+    """Naive: it is planned again with a smaller budget, in each step, until no plan fits."""
+    meter, loss = step_in_pieces(allocator)
+    other(allocator)
+    turn_of(meter.owner)
+    loss.backward()
+    assert (meter.peak_bytes, meter.cuda_peaks, meter.tensor_bytes) == (None, None, 0)
+
+    num_calls = len(allocator.calls)
+    meter.forward(lambda: None, ())  # no step is measured from now on
+    assert len(allocator.calls) == num_calls
 
 
 @pytest.mark.parametrize(
