@@ -9,7 +9,6 @@ run with the least memory, and its new path is planned for later steps.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, TraceError
 from remat.core.schedule import Schedule
 from remat.core.solution import Solution
@@ -36,6 +34,7 @@ from remat.pieces.eager_backward import eager_backward
 from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Run, warn_of_first_step
 from remat.pieces.joiner import join
+from remat.pieces.over_budget import keep_within_budget
 from remat.pieces.recording import JoinedPlan, Path, Session
 from remat.pieces.step_meter import StepMeter
 from remat.pieces.step_planner import StepPlanner
@@ -51,9 +50,6 @@ from remat.torch_border.cuda_allocator import turn_of
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import are_inference
-
-_LOG = logging.getLogger(__name__)
-
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -221,7 +217,7 @@ class Piecewise:
             inputs: the tensors among the module's arguments.
         """
         self._note_turn()
-        self._keep_within_budget()
+        keep_within_budget(self.plans, self.install)
         if bucket_bytes() != self._bucket_bytes:  # DDP wraps the module since the last step
             self.plans.clear()
             self._bucket_bytes = bucket_bytes()
@@ -382,40 +378,6 @@ class Piecewise:
         """Returns the peak of the fused kernels that run a plan; None where there are none."""
         del path, numbers, joined, schedule
         return None
-
-    def _keep_within_budget(self) -> None:
-        """Plans again, with a smaller budget, where the measured step held more than its budget.
-
-        What runs between the pieces, and a loss after them, may hold memory that no graph contains.
-        """
-        for (path, held_bytes), plan in list(self.plans.items()):
-            measured = plan.meter.tensor_bytes
-            if measured is None or (path, held_bytes) not in self.plans:
-                continue
-            excess = plan.excess.of_all_ranks(max(0, measured - plan.allowed_bytes))
-            if excess == 0:
-                continue
-
-            _LOG.warning(
-                "the step held %s, which is %s more than its budget: what runs outside of its "
-                "pieces is not planned; planning again with a smaller budget",
-                describe_bytes(plan.allowed_bytes + excess),
-                describe_bytes(excess),
-            )
-
-            for key in [key for key in self.plans if key[0] == path]:
-                # plans for other sizes of gradients exceed it as much: they are made again on use
-                del self.plans[key]
-
-            # lowering the budget by no more than what is unused would give the same plan
-            unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
-            self.install(
-                path,
-                plan.copies,
-                plan.step,
-                held_bytes,
-                plan.unplanned_bytes + unused_bytes + excess,
-            )
 
 
 _NO_METER = StepMeter("cpu", 0)
