@@ -58,6 +58,7 @@ class StepMeter:
         resident_bytes: what the step holds throughout; it is added to what is measured.
         peak_bytes: the measured peak of the step; None until forward and backward ran.
         cuda_peaks: the peak on CUDA, counted in three ways.
+        num_unmeasured: how many forwards still run before one is measured.
         owner: what all steps of one module have in common.
         is_disturbed: another plan ran during the step, so that it was not measured.
     """
@@ -66,6 +67,7 @@ class StepMeter:
     resident_bytes: int
     peak_bytes: int | None = None
     cuda_peaks: CudaPeaks | None = None
+    num_unmeasured: int = 0
     owner: object = field(default_factory=object, repr=False)
     is_disturbed: bool = False
     _mark: CudaMark | None = field(default=None, repr=False)  # before the forward, on CUDA
@@ -101,6 +103,9 @@ class StepMeter:
             inputs: its arguments; the backward of what made them is not measured.
         """
         if self.peak_bytes is not None or self.is_disturbed or is_profiling():
+            return run()
+        if self.num_unmeasured:
+            self.num_unmeasured -= 1
             return run()
 
         stop_watching_backwards(self._around)

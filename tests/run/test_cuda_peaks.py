@@ -85,6 +85,15 @@ def test_the_peak_in_pieces_leaves_out_the_rest_too(allocator: Allocator) -> Non
     assert meter.peak_bytes == 12 * MIB
 
 
+def test_steps_that_tune_kernels_are_not_measured(allocator: Allocator) -> None:
+    """Naive: what the tuning holds is the step's peak."""
+    meter = StepMeter("cuda", 0, num_unmeasured=1)
+    meter.forward(lambda: None, ())
+    assert not allocator.calls
+    meter.forward(lambda: None, ())
+    assert allocator.calls
+
+
 def profiled(allocator: Allocator) -> None:
     """A plan that is made measures its operators."""
     allocator.change(allocated=500 * MIB)
