@@ -16,7 +16,7 @@ import torch
 
 from remat.core.cuda_peaks import CudaPeaks
 from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
-from remat.run.cuda_mark import CudaMark
+from remat.run.cuda_mark import CudaMark, of_step
 from remat.run.measure import from_events, garbage_left_alone
 from remat.torch_border.allocator import (
     is_profiling,
@@ -251,7 +251,7 @@ class StepMeter:
             self.is_disturbed = True
             self.forget()
         elif self._mark is not None:
-            self.cuda_peaks = self._mark.peaks().beside(self.resident_bytes)
+            self.cuda_peaks = of_step(self._mark.peaks(), self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
         else:
             self.peak_bytes = self.resident_bytes + self._peak_bytes

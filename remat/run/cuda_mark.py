@@ -5,12 +5,12 @@ Its documentation names the keys of `torch.cuda.memory_stats` that are used here
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from remat.core.cuda_peaks import CudaPeaks
-from remat.torch_border.cuda_allocator import Turn, reset_peaks
+from remat.torch_border.cuda_allocator import Turn, expands_segments, reset_peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,11 @@ class CudaMark:
             stats.get("allocated_bytes.all.peak", 0) - self.allocated_bytes,
             stats.get("reserved_bytes.all.peak", 0) - self.allocated_bytes,
         )
+
+
+def of_step(peaks: CudaPeaks, resident_bytes: int) -> CudaPeaks:
+    """Returns a step's peaks with what it holds throughout, and with the allocator's setting."""
+    return replace(peaks.beside(resident_bytes), is_expandable=expands_segments())
 
 
 def _held() -> tuple[int, int]:

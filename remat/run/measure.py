@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from remat.core.cuda_peaks import CudaPeaks
-from remat.run.cuda_mark import CudaMark
+from remat.run.cuda_mark import CudaMark, of_step
 from remat.run.measured_forward import (
     MeasuredForward,
     Storage,
@@ -32,7 +32,7 @@ from remat.torch_border.allocator import (
     mark_moment,
     run_counting_allocations,
 )
-from remat.torch_border.cuda_allocator import turn_of
+from remat.torch_border.cuda_allocator import memory_history, turn_of
 from remat.torch_border.kernels import FakeTensor
 
 
@@ -41,8 +41,8 @@ class Measurement:
     """Memory that a callable held, above what was held before it.
 
     Attributes:
-        peak_bytes: the most it held at once.
-        end_bytes: what was still held at its end.
+        peak_bytes: the most it held at once; on CUDA in the allocator's blocks.
+        end_bytes: what was still held at its end; on CUDA in the allocator's blocks.
         times_s: when each allocation or release happened, from the first one on; shape
             (num_events,).
         bytes_held: bytes held after each; shape (num_events,).
@@ -66,9 +66,11 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
         device: "cpu" or "cuda"; by default CUDA where it is available.
 
     On the CPU every allocation of torch is counted to the byte. Memory that libraries allocate
-    themselves, such as oneDNN's scratch memory, is not seen. On CUDA, allocations are read from the
-    memory history, in the allocator's rounded sizes; unused cached memory is released before `fn`
-    runs.
+    themselves, such as oneDNN's scratch memory, is not seen.
+
+    On CUDA the timeline is read from torch's memory history, in the sizes that were requested. A
+    history that you record already goes on, and must record all events. Before `fn` runs, unused
+    cached memory is released and the allocator's peaks are reset.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -93,22 +95,23 @@ def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
 
 
 def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
-    mark = CudaMark.now()
-    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
-    try:
+    with memory_history() as history:
+        mark = CudaMark.now()
         fn()
-        torch.cuda.synchronize()
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        peaks = mark.peaks()
+        _, end_bytes = mark.held()
+        trace = history()
 
     signs = {"alloc": 1, "free_completed": -1}
     events = [
         (e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs
     ]
     measured = from_events(events, "cuda")
-    peaks = mark.peaks()  # as the allocator counted them
-    return replace(measured, peak_bytes=peaks.allocated_bytes, cuda_peaks=peaks)
+    # a planned step that runs in `fn` for the first time resets the peaks
+    peaks = peaks.most(CudaPeaks(0, 0, 0).beside(measured.peak_bytes))
+    return replace(
+        measured, peak_bytes=peaks.allocated_bytes, end_bytes=end_bytes, cuda_peaks=peaks
+    )
 
 
 def from_events(events: Events, device: str) -> Measurement:
@@ -279,7 +282,7 @@ class FirstStepMeter:
             note_peak()
             mark = CudaMark.now(self.owner, own)
             result = run(args)
-            self.cuda_peaks = forward.cuda_peaks.most(mark.peaks()).beside(self.resident_bytes)
+            self.cuda_peaks = of_step(forward.cuda_peaks.most(mark.peaks()), self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
             note_peak(forward)
             return result

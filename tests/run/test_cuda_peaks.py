@@ -13,6 +13,7 @@ import remat
 from remat.core.cuda_peaks import CudaPeaks
 from remat.look.report import Report
 from remat.pieces.step_meter import StepMeter
+from remat.run.cuda_mark import CudaMark
 from remat.run.measure import FirstStepMeter
 from remat.torch_border.cuda_allocator import turn_of
 from remat.tracers.replay import _workspace_cuda
@@ -40,6 +41,36 @@ def test_measure_gives_three_peaks_of_the_callable_alone(allocator: Allocator) -
     assert measured.cuda_peaks == CudaPeaks(9 * MIB, 10 * MIB, 60 * MIB)  # 20 were free before
     assert allocator.calls.index("empty_cache") < len(allocator.calls) - 1
     assert remat.measure(lambda: None, device="cpu").cuda_peaks is None
+
+
+def test_a_first_step_inside_of_a_measurement_does_not_hide_its_peak(allocator: Allocator) -> None:
+    """Naive: the step resets the GPU's peaks before its backward, and its forward held more."""
+
+    def fn() -> None:
+        allocator.change(requested=9 * MIB, allocated=9 * MIB)
+        allocator.change(requested=-8 * MIB, allocated=-8 * MIB)
+        CudaMark.now()
+
+    assert remat.measure(fn, device="cuda").peak_bytes == 9 * MIB
+
+
+@pytest.mark.parametrize("is_users", [False, True])
+def test_a_users_memory_history_goes_on(is_users: bool, allocator: Allocator) -> None:
+    """Naive: it ends, and what it recorded before is part of the timeline."""
+
+    def fn() -> None:
+        allocator.change(requested=9 * MIB, allocated=10 * MIB)
+        allocator.change(requested=-6 * MIB, allocated=-7 * MIB)
+
+    if is_users:
+        allocator.record()
+        allocator.change(requested=50 * MIB, allocated=50 * MIB)
+
+    measured = remat.measure(fn, device="cuda")
+    assert measured.bytes_held == (9 * MIB, 3 * MIB)
+    assert (measured.peak_bytes, measured.end_bytes) == (10 * MIB, 3 * MIB)
+    assert allocator.is_recording == is_users
+    assert len(allocator.history) == 3 * is_users
 
 
 def test_the_peak_of_a_step_leaves_out_what_others_hold(allocator: Allocator) -> None:
@@ -119,6 +150,19 @@ def another_measured_step(allocator: Allocator) -> None:
     another_step(allocator)
 
 
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_a_setting_made_at_run_time_is_known(is_expandable: bool, allocator: Allocator) -> None:
+    """Naive: only the environment is read, and the setting is advised though it is made."""
+    allocator.is_expandable = is_expandable
+    meter, loss = step_in_pieces(allocator)
+    loss.backward()
+    whole, saved = FirstStepMeter("cuda", 0, 1), torch.ones(3)
+    whole.forward(lambda args: [saved.sum(), saved])([])
+    whole.backward(lambda args: [])([saved])
+    for peaks in (meter.cuda_peaks, whole.cuda_peaks):
+        assert peaks is not None and peaks.is_expandable == is_expandable
+
+
 OTHERS = [profiled, another_step, another_measured_step]
 
 
@@ -186,20 +230,14 @@ def test_a_step_in_pieces_with_another_plan_in_between_has_no_peak(
 
 
 @pytest.mark.parametrize(
-    ("reserved", "setting", "is_told"),
-    [
-        (104 * MIB, "", False),
-        (117 * MIB, "", True),
-        (117 * MIB, "max_split_size_mb:128", True),
-        (117 * MIB, "expandable_segments:True", False),
-    ],
+    ("reserved", "is_expandable", "is_told"),
+    [(104 * MIB, False, False), (117 * MIB, False, True), (117 * MIB, True, False)],
 )
 def test_another_setting_is_advised_if_much_reserved_memory_is_unused(
-    reserved: int, setting: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+    reserved: int, is_expandable: bool, is_told: bool
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     graph = remat.trace(nn.Linear(4, 4), (torch.randn(2, 4),), costs="flops")
-    peaks = CudaPeaks(99 * MIB, 100 * MIB, reserved)
+    peaks = CudaPeaks(99 * MIB, 100 * MIB, reserved, is_expandable)
 
     text = str(Report(graph, remat.solve(graph, "100%"), 100 * MIB, cuda_peaks=peaks))
 
