@@ -35,6 +35,7 @@ from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.capture import GraphBreak, PlannedStep, Step, make_backend
+from remat.run.cuda_graphs import refuse_new_step
 from remat.run.module_device import device_type, refuse_other_gpu
 from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import refuse_modes
@@ -193,6 +194,7 @@ class PlannedCall(OwnCall):
         return (self.module,)
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
+        refuse_new_step()
         check_module(self.module, args, kwargs)
         self._follow_device()
         if self.piecewise is None:

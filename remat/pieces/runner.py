@@ -43,6 +43,7 @@ from remat.plan.distributed import Agreement, bucket_bytes
 from remat.plan.planner import Plans
 from remat.run.capture import check_joint, compiled_by_aot, refuse_uncapturable
 from remat.run.changed_results import SharedResults
+from remat.run.cuda_graphs import refuse_new_step
 from remat.run.executor import compile_graph
 from remat.run.module_device import device_type
 from remat.torch_border.autograd import SavedTensors
@@ -326,6 +327,7 @@ class Piecewise:
 
         `known` is its plan, if that fits.
         """
+        refuse_new_step()
         solution = self._solution(joined, held_bytes, unplanned_bytes, kernels_room_bytes, known)
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)

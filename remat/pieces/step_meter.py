@@ -16,6 +16,7 @@ import torch
 
 from remat.core.cuda_peaks import CudaPeaks
 from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
+from remat.run.cuda_graphs import refuse_first_steps
 from remat.run.cuda_mark import CudaMark, of_step
 from remat.run.measure import from_events, garbage_left_alone
 from remat.torch_border.allocator import (
@@ -105,6 +106,7 @@ class StepMeter:
         if self.peak_bytes is not None or self.is_disturbed or is_profiling():
             return run()
         if self.num_unmeasured:
+            refuse_first_steps()
             self.num_unmeasured -= 1
             return run()
 

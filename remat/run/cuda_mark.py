@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from remat.core.cuda_peaks import CudaPeaks
+from remat.run.cuda_graphs import refuse_first_steps
 from remat.torch_border.cuda_allocator import Turn, expands_segments, reset_peaks
 
 
@@ -34,7 +35,11 @@ class CudaMark:
         Args:
             owner: whose planned steps are measured, if any are.
             own: requested and allocated bytes that are held already, and are part of it.
+
+        Raises:
+            TraceError: a CUDA graph is captured, during which nothing can wait for the GPU.
         """
+        refuse_first_steps()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         turn = reset_peaks(owner)

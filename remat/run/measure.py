@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from remat.core.cuda_peaks import CudaPeaks
+from remat.run.cuda_graphs import refuse_first_steps
 from remat.run.cuda_mark import CudaMark, of_step
 from remat.run.measured_forward import (
     MeasuredForward,
@@ -237,6 +238,7 @@ class FirstStepMeter:
         if is_fake or (is_profiling() and outer is None):
             return run(args)
         if self.num_unmeasured:
+            refuse_first_steps()
             self.num_unmeasured -= 1
             return run(args)
 
