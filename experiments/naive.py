@@ -164,8 +164,8 @@ ALL = (
         ("return as_part_of(self, compiled, read) if pieces else compiled", "return compiled"),
     ),
     _naive(
-        "what gaps hold is left to luck", "remat/pieces/runner.py", "pieces/test_graph_breaks -k 'one_budget and Views'",
-        ("            if excess == 0:", "            if True:"),
+        "what gaps hold is left to luck", "remat/pieces/over_budget.py", "pieces/test_graph_breaks -k 'one_budget and Views'",
+        ("        if excess == 0:", "        if True:"),
     ),
     _naive(
         "a backward runs the halves made last", "remat/pieces/runner.py", "pieces/test_graph_breaks -k overlap",
@@ -212,7 +212,7 @@ ALL = (
         ("token.untyped_storage()._cdata not in self._followed", "False"),
     ),
     _naive(
-        "a budget that is not used is made smaller", "remat/pieces/runner.py", "pieces/test_step_meter -k room_for",
+        "a budget that is not used is made smaller", "remat/pieces/over_budget.py", "pieces/test_step_meter -k room_for",
         ("plan.unplanned_bytes + unused_bytes + excess", "plan.unplanned_bytes + excess"),
     ),
     _naive(

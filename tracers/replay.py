@@ -19,6 +19,7 @@ from remat.torch_border.allocator import (
     is_profiling,
     run_counting_allocations,
 )
+from remat.torch_border.cuda_allocator import reset_peaks
 from remat.torch_border.kernels import without_modes
 
 from .calls import Call, OpOverload, TensorSpec
@@ -161,7 +162,7 @@ def _workspace_cpu(run: Run) -> int:
 def _workspace_cuda(run: Run) -> int:
     run()  # what a library allocates in its first call and keeps is not workspace
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peaks()
     _outputs = run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()

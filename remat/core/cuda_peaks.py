@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from remat.core.budget import format_bytes
@@ -20,11 +19,21 @@ class CudaPeaks:
             larger than needed: `torch.cuda.max_memory_allocated()`.
         reserved_bytes: the memory that torch's allocator took from the GPU for these blocks:
             `torch.cuda.max_memory_reserved()`; `nvidia-smi` adds CUDA's own memory.
+        is_expandable: whether the allocator used `expandable_segments`.
     """
 
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    is_expandable: bool = False
+
+    def most(self, other: CudaPeaks) -> CudaPeaks:
+        """Returns the larger of both peaks, for each count."""
+        return CudaPeaks(
+            max(self.requested_bytes, other.requested_bytes),
+            max(self.allocated_bytes, other.allocated_bytes),
+            max(self.reserved_bytes, other.reserved_bytes),
+        )
 
     def beside(self, size_bytes: int) -> CudaPeaks:
         """Returns the peaks plus bytes that were held before the step and belong to it."""
@@ -49,9 +58,7 @@ class CudaPeaks:
     def advice(self) -> str:
         """Returns what to do if much memory is reserved but not allocated; otherwise empty."""
         unused_bytes = self.reserved_bytes - self.allocated_bytes
-        settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in settings)
-        if is_set or unused_bytes <= _FRAGMENTED_SHARE * self.allocated_bytes:
+        if self.is_expandable or unused_bytes <= _FRAGMENTED_SHARE * self.allocated_bytes:
             return ""
 
         return (

@@ -15,7 +15,8 @@ from remat.core.room import Room
 from remat.core.schedule import keep_all_peak
 from remat.core.solution import Solution
 from remat.face.blocks import PlannedBlocks, remove_blocks
-from remat.face.planned_module import PlannedCall, install
+from remat.face.executors import install
+from remat.face.planned_module import PlannedCall
 from remat.face.step_function import PlannedFunction, StepFunction, as_step, planned_step
 from remat.face.tracing import check_traced, trace_for, trace_kernels, trace_operators
 from remat.face.tracing import trace_step as trace_step

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from remat.core.errors import TraceError
-from remat.face.executors import chosen_executor
+from remat.face.executors import chosen_executor, install
 from remat.face.outside_room import OutsideRoom
-from remat.face.planned_module import PlannedCall, install
+from remat.face.planned_module import PlannedCall
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding

@@ -20,6 +20,7 @@ from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.pieces.break_messages import OUT_OF_THE_PIECES
 from remat.run.capture import GraphBreak, Step, make_backend, needs_gradient
+from remat.run.cuda_graphs import only_known_steps
 from remat.run.idle_hooks import IdleHooks
 from remat.run.module_device import device_type
 from remat.run.refusals import nested_is_refused
@@ -265,6 +266,7 @@ def run_compiled(
             capture_settings(numbers_are_inputs=numbers_are_inputs),
             own_capture(),
             plain_paths(),
+            only_known_steps(),
         ):
             return compiled(*args, **kwargs)
     except Exception as error:

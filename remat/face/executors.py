@@ -1,4 +1,7 @@
-"""Which executor runs a module's plans: operator by operator, or Inductor's fused kernels."""
+"""Which executor runs a module's plans: operator by operator, or Inductor's fused kernels.
+
+`install` puts it behind `module(...)`, in the place of what `model.compile()` put there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from remat.pieces.runner import Piecewise
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.random_state import take_state
-from remat.torch_border.modules import OwnCall, get_call
+from remat.torch_border.modules import OwnCall, get_call, set_call
+from remat.torch_border.other_compiles import keep_plans
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
@@ -133,3 +137,16 @@ def chosen_executor(
 def is_compiled(module: nn.Module) -> bool:
     """True for a module that `model.compile()` compiled."""
     return get_call(module) is not None and not isinstance(get_call(module), OwnCall)
+
+
+def install(module: nn.Module, call: OwnCall, *, is_inductor: bool) -> None:
+    """Makes `module(...)` run `call`, even if the module is compiled later."""
+    keep_plans()
+    if is_compiled(module) and not is_inductor:
+        _LOG.warning(
+            "%s was compiled by model.compile(), which its plan replaces; for compiled kernels "
+            'within the plan use executor="inductor"',
+            type(module).__name__,
+        )
+
+    set_call(module, call)

@@ -63,6 +63,7 @@ class OutsideRoom:
     # bytes of the module's results and of their gradients, when `loss_bytes` was measured
     _measured_at: int = 0
     _tries: Counter[str] = field(default_factory=Counter)  # graph -> plans that left too little
+    _owner: object = field(default_factory=object)  # of all meters of the module's plans
     _has_warned: bool = False
     _is_refused: bool = False
 
@@ -132,6 +133,7 @@ class OutsideRoom:
 
     def note(self, planned: PlannedStep) -> None:
         """Notes a planned step that is to be measured."""
+        planned.meter.owner = self._owner
         room = f"{planned.solution.budget_bytes}/{self.size_bytes}/{self.loss_bytes}"
         name = f"outside/{planned.graph.fingerprint}/{room}"
         loss = Agreement(f"{name}/loss")

@@ -25,7 +25,7 @@ from remat.face.capturing import (
     run_compiled,
     tensors_in,
 )
-from remat.face.executors import Before, chosen_executor, is_compiled
+from remat.face.executors import Before, chosen_executor
 from remat.face.outside_room import OutsideRoom
 from remat.face.recaptures import Recaptures
 from remat.pieces.break_messages import NOT_COMPILED
@@ -35,35 +35,19 @@ from remat.plan.distributed import bucket_bytes, refuse_sharded
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Plans
 from remat.run.capture import GraphBreak, PlannedStep, Step, make_backend
+from remat.run.cuda_graphs import refuse_new_step
 from remat.run.module_device import device_type, own_tensors, refuse_other_gpu
 from remat.run.plain_steps import OnUnsupported, PlainSteps
 from remat.run.refusals import refuse_modes
 from remat.torch_border.dynamic_marks import without_dynamic_marks
 from remat.torch_border.modes import active_modes
-from remat.torch_border.modules import OwnCall, call_plain, set_call
-from remat.torch_border.other_compiles import (
-    is_met_by_another_compile,
-    keep_plans,
-    uncompiled,
-)
+from remat.torch_border.modules import OwnCall, call_plain
+from remat.torch_border.other_compiles import is_met_by_another_compile, uncompiled
 from remat.torch_border.unguarded import unguarded
 from remat.tracers.cost_models import resolve_costs
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
-
-
-def install(module: nn.Module, call: OwnCall, *, is_inductor: bool) -> None:
-    """Makes `module(...)` run `call`, even if the module is compiled later."""
-    keep_plans()
-    if is_compiled(module) and not is_inductor:
-        _LOG.warning(
-            "%s was compiled by model.compile(), which its plan replaces; for compiled kernels "
-            'within the plan use executor="inductor"',
-            type(module).__name__,
-        )
-
-    set_call(module, call)
 
 
 class PlannedCall(OwnCall):
@@ -121,7 +105,7 @@ class PlannedCall(OwnCall):
         That happens only if their memory could not be predicted.
         """
         peaks = [
-            (step.meter.planned_bytes, step.budget_bytes + self.unplanned_bytes)
+            (step.meter.tensor_bytes, step.budget_bytes + self.unplanned_bytes)
             for step in self.pieces
         ]
         excess = max((peak - allowed for peak, allowed in peaks), default=0)
@@ -225,6 +209,7 @@ class PlannedCall(OwnCall):
         return (self.module,)
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
+        refuse_new_step()
         check_module(self.module, args, kwargs)
         self._follow_device()
         if self.piecewise is None:

@@ -250,6 +250,8 @@ class FusedPiecewise(Piecewise):
             budget_bytes = planned.solution.budget_bytes + room_bytes
             peak_bytes = planned.kernels_peak_bytes or 0
             if peak_bytes <= budget_bytes:
+                if planned.meter.device == "cuda":
+                    planned.meter.num_unmeasured = 1  # that step also tunes Triton's kernels
                 return planned
             del self.plans[path, held_bytes]
             assert self.plan_of is not None, "what is installed is planned"

@@ -9,7 +9,6 @@ run with the least memory, and its new path is planned for later steps.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.core.budget import describe_bytes
 from remat.core.errors import BudgetError, TraceError
 from remat.core.schedule import Schedule
 from remat.core.solution import Solution
@@ -36,6 +34,7 @@ from remat.pieces.eager_backward import eager_backward
 from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Run, warn_of_first_step
 from remat.pieces.joiner import join
+from remat.pieces.over_budget import keep_within_budget
 from remat.pieces.recording import JoinedPlan, Path, Session
 from remat.pieces.step_meter import StepMeter
 from remat.pieces.step_planner import StepPlanner
@@ -44,16 +43,15 @@ from remat.plan.distributed import Agreement, bucket_bytes
 from remat.plan.planner import Plans
 from remat.run.capture import check_joint, compiled_by_aot, refuse_uncapturable
 from remat.run.changed_results import SharedResults
+from remat.run.cuda_graphs import refuse_new_step
 from remat.run.executor import compile_graph
 from remat.run.hooked_results import results_read_by_others
 from remat.run.module_device import device_type
 from remat.torch_border.autograd import SavedTensors
+from remat.torch_border.cuda_allocator import turn_of
 from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import are_inference
-
-_LOG = logging.getLogger(__name__)
-
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -98,6 +96,7 @@ class Piecewise:
 
         self._pieces: dict[str, Piece] = {}
         self.shared = SharedResults()
+        self._owner = object()  # of the meters of all its plans
         self._frames = OwnFrames(module)
         self._local = threading.local()
 
@@ -210,6 +209,7 @@ class Piecewise:
         """Runs the backward half of the forward that saved `args`."""
         token = args.pop(piece.num_numbers)
         _, number, _ = token.shape
+        self._note_turn()
         return self.meter.backward(piece.halves(number)[1], args, piece.tangents.num, token)
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any]) -> Any:
@@ -219,7 +219,8 @@ class Piecewise:
             call: runs the compiled module.
             inputs: the tensors among the module's arguments.
         """
-        self._keep_within_budget()
+        self._note_turn()
+        keep_within_budget(self.plans, self.install)
         if bucket_bytes() != self._bucket_bytes:  # DDP wraps the module since the last step
             self.plans.clear()
             self._bucket_bytes = bucket_bytes()
@@ -248,6 +249,10 @@ class Piecewise:
         self.last, self.plan = path, self.plans.get((path, held_bytes))
         self._last_of[shapes] = path
         return result
+
+    def _note_turn(self) -> None:
+        if self.device_type == "cuda":
+            turn_of(self._owner)
 
     def _plan_beside(self, held_bytes: int) -> JoinedPlan | None:
         """Returns the plan of the last path for `held_bytes` of gradients.
@@ -325,6 +330,7 @@ class Piecewise:
 
         `known` is its plan, if that fits.
         """
+        refuse_new_step()
         solution = self._solution(joined, held_bytes, unplanned_bytes, kernels_room_bytes, known)
         assert solution.schedule is not None, "planners answer with a schedule or raise"
         schedules = joined.schedules(solution.schedule)
@@ -332,7 +338,7 @@ class Piecewise:
             piece.number(copied, own)
             for piece, copied, own in zip(path, copies, schedules, strict=True)
         )
-        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes)
+        meter = StepMeter(joined.graph.device, joined.graph.resident_bytes, owner=self._owner)
         excess = Agreement(f"{joined.graph.fingerprint}/{solution.budget_bytes}/{unplanned_bytes}")
 
         planned = JoinedPlan(
@@ -377,40 +383,6 @@ class Piecewise:
         """Returns the peak of the fused kernels that run a plan; None where there are none."""
         del path, numbers, joined, schedule
         return None
-
-    def _keep_within_budget(self) -> None:
-        """Plans again, with a smaller budget, where the measured step held more than its budget.
-
-        What runs between the pieces, and a loss after them, may hold memory that no graph contains.
-        """
-        for (path, held_bytes), plan in list(self.plans.items()):
-            measured = plan.meter.tensor_bytes
-            if measured is None or (path, held_bytes) not in self.plans:
-                continue
-            excess = plan.excess.of_all_ranks(max(0, measured - plan.allowed_bytes))
-            if excess == 0:
-                continue
-
-            _LOG.warning(
-                "the step held %s, which is %s more than its budget: what runs outside of its "
-                "pieces is not planned; planning again with a smaller budget",
-                describe_bytes(plan.allowed_bytes + excess),
-                describe_bytes(excess),
-            )
-
-            for key in [key for key in self.plans if key[0] == path]:
-                # plans for other sizes of gradients exceed it as much: they are made again on use
-                del self.plans[key]
-
-            # lowering the budget by no more than what is unused would give the same plan
-            unused_bytes = max(0, plan.solution.budget_bytes - plan.solution.peak_bytes)
-            self.install(
-                path,
-                plan.copies,
-                plan.step,
-                held_bytes,
-                plan.unplanned_bytes + unused_bytes + excess,
-            )
 
 
 _NO_METER = StepMeter("cpu", 0)

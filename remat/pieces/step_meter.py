@@ -16,7 +16,8 @@ import torch
 
 from remat.core.cuda_peaks import CudaPeaks
 from remat.pieces.unplanned_memory import autograd_nodes, tensors_of
-from remat.run.cuda_mark import CudaMark
+from remat.run.cuda_graphs import refuse_first_steps
+from remat.run.cuda_mark import CudaMark, of_step
 from remat.run.measure import from_events, garbage_left_alone
 from remat.torch_border.allocator import (
     is_profiling,
@@ -45,23 +46,31 @@ from remat.torch_border.sharded import local_part
 class StepMeter:
     """Measures the first planned step of a model that runs in pieces.
 
-    On CUDA, the peak is the allocator's over the whole step. On the CPU, allocations are counted in
-    the forward, and in the backward of each autograd node, eager or compiled. What is held when a
-    node begins is known from weak references to the tensors that autograd saved and to the
-    gradients. Sums of gradients that autograd makes between two nodes are seen when they reach a
-    node.
+    On CUDA, the peak is the allocator's over the whole step. If a step of another plan runs in
+    between, there is no peak, since that plan has its own budget, and no later step is measured.
+
+    On the CPU, allocations are counted in the forward, and in the backward of each autograd node,
+    eager or compiled. What is held when a node begins is known from weak references to the tensors
+    that autograd saved and to the gradients. Sums of gradients that autograd makes between two
+    nodes are seen when they reach a node.
 
     Attributes:
         device: `cpu` or `cuda`.
         resident_bytes: what the step holds throughout; it is added to what is measured.
         peak_bytes: the measured peak of the step; None until forward and backward ran.
         cuda_peaks: the peak on CUDA, counted in three ways.
+        num_unmeasured: how many forwards still run before one is measured.
+        owner: what all steps of one module have in common.
+        is_disturbed: another plan ran during the step, so that it was not measured.
     """
 
     device: str
     resident_bytes: int
     peak_bytes: int | None = None
     cuda_peaks: CudaPeaks | None = None
+    num_unmeasured: int = 0
+    owner: object = field(default_factory=object, repr=False)
+    is_disturbed: bool = False
     _mark: CudaMark | None = field(default=None, repr=False)  # before the forward, on CUDA
     # "waiting" for a forward; "forward": it was measured; "backward": its backward has begun
     _state: str = field(default="waiting", repr=False)
@@ -79,7 +88,12 @@ class StepMeter:
 
     @property
     def tensor_bytes(self) -> int | None:
-        """What tensors held at the peak, as plans count them; on CUDA the blocks are larger."""
+        """What tensors held at the peak, as plans count them; on CUDA the blocks are larger.
+
+        It is None before the step was measured, and 0 if it can't be measured.
+        """
+        if self.is_disturbed:
+            return 0
         return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes
 
     def forward(self, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
@@ -89,14 +103,18 @@ class StepMeter:
             run: the forward.
             inputs: its arguments; the backward of what made them is not measured.
         """
-        if self.peak_bytes is not None or is_profiling():
+        if self.peak_bytes is not None or self.is_disturbed or is_profiling():
+            return run()
+        if self.num_unmeasured:
+            refuse_first_steps()
+            self.num_unmeasured -= 1
             return run()
 
         stop_watching_backwards(self._around)
         self._followed.clear()
         self._state, self._step = "forward", self._step + 1
         if self.device == "cuda":
-            self._mark = CudaMark.now()
+            self._mark = CudaMark.now(self.owner)
             return run()
 
         with garbage_left_alone():
@@ -231,8 +249,11 @@ class StepMeter:
         if step != self._step or self._state != "backward":
             return
 
-        if self._mark is not None:
-            self.cuda_peaks = self._mark.peaks().beside(self.resident_bytes)
+        if self._mark is not None and self._mark.turn.is_over:
+            self.is_disturbed = True
+            self.forget()
+        elif self._mark is not None:
+            self.cuda_peaks = of_step(self._mark.peaks(), self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
         else:
             self.peak_bytes = self.resident_bytes + self._peak_bytes

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from remat.core.cuda_peaks import CudaPeaks
-from remat.run.cuda_mark import CudaMark
+from remat.run.cuda_graphs import refuse_first_steps
+from remat.run.cuda_mark import CudaMark, of_step
 from remat.run.measured_forward import (
     MeasuredForward,
     Storage,
@@ -32,6 +33,7 @@ from remat.torch_border.allocator import (
     mark_moment,
     run_counting_allocations,
 )
+from remat.torch_border.cuda_allocator import memory_history, turn_of
 from remat.torch_border.kernels import FakeTensor
 
 
@@ -40,8 +42,8 @@ class Measurement:
     """Memory that a callable held, above what was held before it.
 
     Attributes:
-        peak_bytes: the most it held at once.
-        end_bytes: what was still held at its end.
+        peak_bytes: the most it held at once; on CUDA in the allocator's blocks.
+        end_bytes: what was still held at its end; on CUDA in the allocator's blocks.
         times_s: when each allocation or release happened, from the first one on; shape
             (num_events,).
         bytes_held: bytes held after each; shape (num_events,).
@@ -65,9 +67,11 @@ def measure(fn: Callable[[], Any], *, device: str | None = None) -> Measurement:
         device: "cpu" or "cuda"; by default CUDA where it is available.
 
     On the CPU every allocation of torch is counted to the byte. Memory that libraries allocate
-    themselves, such as oneDNN's scratch memory, is not seen. On CUDA, allocations are read from the
-    memory history, in the allocator's rounded sizes; unused cached memory is released before `fn`
-    runs.
+    themselves, such as oneDNN's scratch memory, is not seen.
+
+    On CUDA the timeline is read from torch's memory history, in the sizes that were requested. A
+    history that you record already goes on, and must record all events. Before `fn` runs, unused
+    cached memory is released and the allocator's peaks are reset.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -92,22 +96,23 @@ def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
 
 
 def _measure_cuda(fn: Callable[[], Any]) -> Measurement:
-    mark = CudaMark.now()
-    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
-    try:
+    with memory_history() as history:
+        mark = CudaMark.now()
         fn()
-        torch.cuda.synchronize()
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        peaks = mark.peaks()
+        _, end_bytes = mark.held()
+        trace = history()
 
     signs = {"alloc": 1, "free_completed": -1}
     events = [
         (e["time_us"] / 1e6, signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs
     ]
     measured = from_events(events, "cuda")
-    peaks = mark.peaks()  # as the allocator counted them
-    return replace(measured, peak_bytes=peaks.allocated_bytes, cuda_peaks=peaks)
+    # a planned step that runs in `fn` for the first time resets the peaks
+    peaks = peaks.most(CudaPeaks(0, 0, 0).beside(measured.peak_bytes))
+    return replace(
+        measured, peak_bytes=peaks.allocated_bytes, end_bytes=end_bytes, cuda_peaks=peaks
+    )
 
 
 def from_events(events: Events, device: str) -> Measurement:
@@ -164,6 +169,8 @@ class FirstStepMeter:
     inputs. So there is no number, rather than a wrong one, after a forward without a backward,
     after several forwards before a backward, or after an error or Ctrl-C in either half.
 
+    On CUDA, each half has a peak of its own, so that what ran between them is left out.
+
     Attributes:
         device: `cpu` or `cuda`.
         resident_bytes: what the step holds throughout; it is added to what is measured.
@@ -175,6 +182,7 @@ class FirstStepMeter:
         waiting: the last forward that was measured, until its backward runs.
         num_backwards: how many planned backwards ran.
         num_unmeasured: how many forwards still run before one is measured.
+        owner: what all steps of one plan have in common.
     """
 
     device: str
@@ -186,6 +194,7 @@ class FirstStepMeter:
     waiting: MeasuredForward | None = field(default=None, repr=False)
     num_backwards: int = 0
     num_unmeasured: int = 0
+    owner: object = field(default_factory=object, repr=False)
 
     @property
     def tensor_bytes(self) -> int:
@@ -195,23 +204,20 @@ class FirstStepMeter:
         """
         return self.cuda_peaks.requested_bytes if self.cuda_peaks else self.peak_bytes or 0
 
-    @property
-    def planned_bytes(self) -> int:
-        """What was held while the planned forward and backward ran; 0 if it was not measured.
-
-        On CUDA the peak also covers a loss outside of the module.
-        """
-        whole = self.whole if self.device == "cuda" else None
-        return whole.planned_bytes if whole else self.tensor_bytes
-
     def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured at each call until a whole step has been measured."""
-        return _boxed(lambda args: run(args) if self.peak_bytes else self._run_forward(run, args))
+
+        def measured(args: list[Any]) -> Any:
+            self._note_turn()
+            return run(args) if self.peak_bytes else self._run_forward(run, args)
+
+        return _boxed(measured)
 
     def backward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns `run`, measured once, for the forward that was measured last."""
 
         def counted(args: list[Any]) -> Any:
+            self._note_turn()
             self.num_backwards += 1
             return end_node(run(args) if self.peak_bytes else self._run_backward(run, args))
 
@@ -221,6 +227,10 @@ class FirstStepMeter:
         """Drops the measured forward, whose step does not run as planned."""
         self.waiting = None
 
+    def _note_turn(self) -> None:
+        if self.device == "cuda":
+            turn_of(self.owner)
+
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         self.waiting = None
         outer = _MEASURED.now if self.device == "cpu" else None
@@ -228,17 +238,14 @@ class FirstStepMeter:
         if is_fake or (is_profiling() and outer is None):
             return run(args)
         if self.num_unmeasured:
+            refuse_first_steps()
             self.num_unmeasured -= 1
             return run(args)
 
         forward = MeasuredForward(storages_of(args))
 
         if self.device == "cuda":
-            note_peak()
-            forward.mark = CudaMark.now()
-            keep_peak_for(forward)
-            results = run(args)
-            note_peak(forward)
+            results = self._forward_on_cuda(forward, run, args)
         elif outer is not None:
             results, span = outer.run(run, args)
             forward.span = outer, span
@@ -251,6 +258,17 @@ class FirstStepMeter:
         self.waiting = forward
         return results
 
+    def _forward_on_cuda(
+        self, forward: MeasuredForward, run: Callable[[list[Any]], Any], args: list[Any]
+    ) -> Any:
+        note_peak()
+        forward.mark = CudaMark.now(self.owner)
+        keep_peak_for(forward)
+        results = run(args)
+        note_peak(forward)
+        forward.cuda_peaks, forward.cuda_held = forward.mark.peaks(), forward.mark.held()
+        return results
+
     def _run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         # removed first, so that nothing is left after an error or another forward's backward
         forward, self.waiting = self.waiting, None
@@ -258,16 +276,19 @@ class FirstStepMeter:
         if forward is None or not is_its_own:
             return run(args)
 
-        if forward.mark is not None and not is_profiling():
+        known = forward.saved.keys() | forward.args.keys()
+        arrived = [s for key, s in storages_of(args).items() if key not in known]
+        if forward.cuda_peaks is not None and not is_profiling():
+            arrived_bytes = sum(storage.size_bytes for storage in arrived)
+            own = forward.cuda_held[0] + arrived_bytes, forward.cuda_held[1] + arrived_bytes
             note_peak()
+            mark = CudaMark.now(self.owner, own)
             result = run(args)
-            self.cuda_peaks = forward.mark.peaks().beside(self.resident_bytes)
+            self.cuda_peaks = of_step(forward.cuda_peaks.most(mark.peaks()), self.resident_bytes)
             self.peak_bytes = self.cuda_peaks.allocated_bytes
             note_peak(forward)
             return result
 
-        known = forward.saved.keys() | forward.args.keys()
-        arrived = [s for key, s in storages_of(args).items() if key not in known]
         outer = _MEASURED.now
         if forward.span is not None and outer is not None and forward.span[0] is outer:
             result, span = outer.run(run, args)

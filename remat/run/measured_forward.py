@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from remat.core.cuda_peaks import CudaPeaks
 from remat.run.cuda_mark import CudaMark
 from remat.torch_border.kernels import StorageWeakRef
 
@@ -52,6 +53,8 @@ class MeasuredForward:
     Attributes:
         args: storages of its inputs.
         mark: on CUDA, what was held when it began.
+        cuda_peaks: on CUDA, its own peaks.
+        cuda_held: on CUDA, the requested and allocated bytes that it held at its end.
         peak_bytes: its peak. On CUDA, the most that tensors held while it or its backward ran.
         outside_bytes: on CUDA, the most that tensors held since then, while neither ran.
         held_bytes: what it held at its end.
@@ -64,6 +67,8 @@ class MeasuredForward:
 
     args: Storages
     mark: CudaMark | None = None
+    cuda_peaks: CudaPeaks | None = None
+    cuda_held: tuple[int, int] = (0, 0)
     peak_bytes: int = 0
     outside_bytes: int = 0
     held_bytes: int = 0
@@ -78,6 +83,11 @@ class MeasuredForward:
         self.returned = storages_of(results[:num_results]).keys()
         self.saved = storages_of(results[num_results:])
         self.results = {k: s for k, s in storages_of(results).items() if k not in self.args}
+
+    @property
+    def is_disturbed(self) -> bool:
+        """True if a step of another plan ran on the GPU since it began."""
+        return self.mark is not None and self.mark.turn.is_over
 
     @property
     def begun_bytes(self) -> int:
@@ -125,9 +135,8 @@ def keep_peak_for(forward: MeasuredForward) -> None:
 def note_peak(planned: MeasuredForward | None = None) -> None:
     """Notes a new peak of CUDA's allocator in the forwards that wait for their backward.
 
-    The sizes of tensors are counted, as plans count them, and not the blocks that hold them. The
-    allocator's statistics are reset only where a forward begins, since other code reads them too.
-    So a peak below an earlier one is not known, and not needed.
+    The sizes of tensors are counted, as plans count them, and not the blocks that hold them. It is
+    called before each half of a measured step, which resets the allocator's statistics.
 
     Args:
         planned: the forward that ran, or whose backward ran, since the last call.

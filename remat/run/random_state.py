@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from remat.run.cuda_graphs import refuse_random_replay
+
 _CUDA_REPLAYS = threading.Lock()
 
 
@@ -26,7 +28,12 @@ def take_state(device: torch.device) -> torch.Tensor:
     it holds the generator's mutex and the GIL. If that starts the garbage collector, a finalizer
     can pass the GIL to a thread that then waits for the mutex forever (torch 2.13). Nobody else
     waits for a copy's mutex, and copying creates no object that the garbage collector tracks.
+
+    Raises:
+        TraceError: a CUDA graph is captured, during which CUDA's states can't be read.
     """
+    if device.type == "cuda":
+        refuse_random_replay()
     return _default_generator(device).clone_state().get_state()
 
 

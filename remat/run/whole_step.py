@@ -4,7 +4,7 @@ A planned forward waits for the backward of its step. While one waits, backwards
 (`watch_backwards`): if a backward runs through the forward's node, all that its graph holds is
 counted, and the backward is measured, on the CPU node by node. No profiler runs between the calls,
 and none after the step was measured. A step with calls of several plans is not measured, since each
-plan has its own budget.
+plan has its own budget. On a GPU, no other plan may run between forward and backward either.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def _around(roots: Sequence[Any], gradients: Sequence[Any], run: Callable[[], An
         return run()
 
     try:
-        if any(w.forward.span for w in met) or not _is_of_one_plan(nodes, met[0]):
+        is_disturbed = any(w.forward.span or w.forward.is_disturbed for w in met)
+        if is_disturbed or not _is_of_one_plan(nodes, met[0]):
             return run()
         step = _Step(met, nodes, [*roots, *gradients])
         del nodes  # so that nodes are freed as soon as the engine releases them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -263,14 +264,11 @@ def test_a_given_plan_is_warned_about_and_stays(caplog: pytest.LogCaptureFixture
     assert len(warnings) == 1 and "This plan was given" in warnings[0]
 
 
-@pytest.mark.parametrize("loss_bytes", [0, 500])
-def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1000 bytes are held before; the forward saves 100, and the backward holds 300 more.
+def on_cuda(allocator: Allocator) -> tuple[FirstStepMeter, Callable[[], torch.Tensor]]:
+    """A step whose forward saves 100 bytes, and whose backward holds 300 more.
 
     The allocator's blocks are 28 bytes larger in each half; a plan need not predict that.
     """
-    allocator = Allocator(requested=1000, allocated=1024).install(monkeypatch)
-    owner = Allocator()
     meter = FirstStepMeter("cuda", 40, 1)
     saved = torch.empty(100, dtype=torch.uint8)
 
@@ -294,9 +292,21 @@ def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.Mon
         def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
             return meter.backward(backward)([*gradients, saved])[0]  # type: ignore[no-any-return]
 
-    for _ in range(2):  # the first one has no backward
+    def call() -> torch.Tensor:
         result: torch.Tensor = Compiled.apply(torch.ones(3, requires_grad=True))  # type: ignore[no-untyped-call]
-        await_backward([meter], [result], [], owner)
+        await_backward([meter], [result], [], allocator)
+        return result
+
+    return meter, call
+
+
+@pytest.mark.parametrize("loss_bytes", [0, 500])
+def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 bytes are held before."""
+    allocator = Allocator(requested=1000, allocated=1024).install(monkeypatch)
+    meter, call = on_cuda(allocator)
+    call()  # without a backward
+    result = call()
 
     allocator.change(requested=loss_bytes, allocated=loss_bytes)
     allocator.change(requested=-loss_bytes, allocated=-loss_bytes)
@@ -305,10 +315,35 @@ def test_on_cuda_the_allocator_is_asked(loss_bytes: int, monkeypatch: pytest.Mon
     assert meter.whole is not None and meter.whole.num_calls == 1
     # without the 1000 bytes, and without what the first forward left
     assert meter.whole.peak_bytes == 40 + 100 + max(300, loss_bytes)
-    assert meter.peak_bytes == 40 + 128 + max(328, loss_bytes)
-    assert meter.tensor_bytes == meter.whole.peak_bytes
+    # the planned halves alone, with the gradient that arrived
+    assert (meter.tensor_bytes, meter.peak_bytes) == (40 + 100 + 4 + 300, 40 + 128 + 4 + 328)
     if loss_bytes:
         assert meter.whole.outside_bytes == 40 + loss_bytes
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["its first step", "later"])
+def test_on_cuda_another_plan_in_between_is_not_outside(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a planned teacher's forward, which has a budget of its own.
+
+    Naive: the GPU's peak is this plan's, which is made again with a smaller budget in each step.
+    """
+    allocator = Allocator(requested=1000, allocated=1024).install(monkeypatch)
+    (meter, call), teacher = on_cuda(allocator), FirstStepMeter("cuda", 0, 1)
+    teacher.peak_bytes = 9 if is_known else None
+
+    def forward(args: list[Any]) -> list[torch.Tensor]:
+        allocator.change(requested=5000, allocated=5000)
+        allocator.change(requested=-2000, allocated=-2000)
+        return args
+
+    result = call()
+    teacher.forward(forward)([torch.ones(2)])
+    result.sum().backward()
+
+    assert meter.whole is None
+    assert (meter.tensor_bytes, meter.peak_bytes) == (40 + 100 + 4 + 300, 40 + 128 + 4 + 328)
 
 
 def test_room_for_a_loss_stays_while_other_plans_are_tried() -> None:

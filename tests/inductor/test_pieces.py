@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -12,6 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
+from remat.inductor.fused_pieces import FusedPiecewise
+from remat.pieces.runner import Piecewise
+from remat.pieces.step_meter import StepMeter
+from remat.tracers.cost_models import resolve_costs
 from tests.support.broken_steps import MODELS, Halves, batch
 from tests.support.planned import COMPILES, loss_of
 
@@ -33,6 +38,21 @@ def state_after(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return [loss.detach(), torch.rand(3), *gradients, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.parametrize(("device", "num_unmeasured"), [("cpu", 0), ("cuda", 1)])
+def test_the_step_that_tunes_kernels_is_not_measured(
+    device: str, num_unmeasured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Naive: what Triton holds while it tries kernels out is above the budget: planned again."""
+    solution = SimpleNamespace(budget_bytes=100)
+    planned = SimpleNamespace(
+        solution=solution, kernels_peak_bytes=90, meter=StepMeter(device, resident_bytes=0)
+    )
+    monkeypatch.setattr(Piecewise, "install", lambda *_: planned)
+    step: Any = None
+    runner = FusedPiecewise(Halves(), None, resolve_costs("flops", "cpu"))
+    assert runner.install((), (), step, 0).meter.num_unmeasured == num_unmeasured
 
 
 def test_pieces_compute_what_torch_compile_does() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import remat
 from remat.torch_border.allocator import is_profiling
+from remat.torch_border.cuda_allocator import turn_of
 from tests.support.broken_steps import (
     WIDTH,
     Base,
@@ -166,6 +167,21 @@ def test_what_made_an_input_is_not_part_of_the_step() -> None:
         assert plan is not None
         peaks.append(plan.solution.peak_bytes)
     assert peaks[0] == peaks[1]
+
+
+def test_both_halves_in_pieces_end_the_turn_of_another_plan() -> None:
+    """So does a first step, which has no plan yet, and no meter."""
+    model, x = Gap(), batch(0)
+    planned(model, keep_nothing)
+    loss_of(model(x)).backward()
+    runner_of(model).device_type = "cuda"
+
+    turn = turn_of(object())
+    loss = loss_of(model(x))
+    assert turn.is_over
+    turn = turn_of(object())
+    loss.backward()
+    assert turn.is_over
 
 
 class Fails(torch.autograd.Function):

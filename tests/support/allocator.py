@@ -15,6 +15,8 @@ class Allocator:
         self.held = {"requested": 0, "allocated": 0, "reserved": 0, **held}
         self.peaks = dict(self.held)
         self.calls: list[str] = []
+        self.is_expandable = self.is_recording = False
+        self.history: list[dict[str, Any]] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Allocator:
         for name in ("synchronize", "empty_cache"):
@@ -24,9 +26,21 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
         memory: Any = torch.cuda.memory
-        monkeypatch.setattr(memory, "_record_memory_history", lambda *_, **__: None)
-        monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": [[]]})
+        monkeypatch.setattr(memory, "get_allocator_backend", lambda: "native")
+        monkeypatch.setattr(memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(memory, "_snapshot", self.snapshot)
+        is_on = "torch._C._cuda_isHistoryEnabled"
+        monkeypatch.setattr(is_on, lambda: self.is_recording, raising=False)
         return self
+
+    def record(self, enabled: str | None = "all", **_: Any) -> None:
+        self.is_recording = enabled is not None
+        if enabled is None:
+            self.history.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        settings = {"expandable_segments": self.is_expandable}
+        return {"device_traces": [list(self.history)], "allocator_settings": settings}
 
     def forget(self) -> None:
         self.peaks = dict(self.held)
@@ -35,6 +49,11 @@ class Allocator:
         for name, change in changes.items():
             self.held[name] += change
             self.peaks[name] = max(self.peaks[name], self.held[name])
+        change = changes.get("requested", 0)
+        if self.is_recording and change:
+            action = "alloc" if change > 0 else "free_completed"
+            event = {"action": action, "size": abs(change), "time_us": len(self.history)}
+            self.history.append(event)
 
     def stats(self) -> dict[str, int]:
         return {f"{name}_bytes.all.current": held for name, held in self.held.items()} | {
