@@ -3,6 +3,7 @@
     python -m experiments.gpu_run [--only SECTION ...] [--seconds 420] [--output FILE]
     python -m experiments.gpu_run --device cpu --tiny          a rehearsal
     python -m experiments.gpu_run --foretell H100              forecasts, on a machine without a GPU
+    python -m experiments.gpu_run --expect H100                the allocator's model, without a GPU
     python -m experiments.gpu_run --show                       tables and pictures of the results
 
 An interrupted run loses nothing; what fails or takes too long is written as a fact, and the next
@@ -43,7 +44,7 @@ import torch
 import remat
 from experiments.command_line import parser_of
 from experiments.environment import environment as where
-from experiments.gpu import by_operator, forecast, fused, steps, tables
+from experiments.gpu import by_operator, expected, forecast, fused, steps, tables
 from experiments.gpu.comparing import (
     CHECKPOINTS,
     LEAST,
@@ -74,6 +75,7 @@ from remat.tracers.synthetic import random_layered
 
 RESULTS = Path(__file__).parent / "results" / "gpu_run.jsonl"
 FORECAST = RESULTS.with_name("gpu_forecast")
+EXPECTED = RESULTS.with_name("gpu_allocator.json")
 _OOM_BYTES = 20 << 30  # the part of the card that section `oom` may use
 
 
@@ -301,8 +303,7 @@ def _logging_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the sections for which there is time, or shows the results."""
+def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=420.0)
@@ -311,9 +312,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="by default, a file named after the device")
     parser.add_argument("--show", action="store_true", help="only show tables and pictures")
     parser.add_argument("--foretell", metavar="DEVICE", help="write forecasts for this device")
+    parser.add_argument("--expect", metavar="DEVICE", help="compare its peaks with a model's")
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     parser.add_argument("--progress", type=Path, help="a file that says what runs; continues there")
-    asked = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the sections for which there is time, or shows the results."""
+    asked = _parser().parse_args(arguments)
 
     if asked.show:
         tables.show(asked.output or RESULTS)
@@ -321,6 +328,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if asked.foretell:
         forecast.foretell(FORECAST, asked.foretell)
+        return
+
+    if asked.expect:
+        expected.expect(tables.compared(tables.read(RESULTS)), EXPECTED, asked.expect)
         return
 
     if asked.device == "cuda" and not torch.cuda.is_available():

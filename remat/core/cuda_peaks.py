@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from remat.core.budget import format_bytes
 
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _FRAGMENTED_SHARE = 0.05  # of allocated bytes; `advice` reports a larger excess of reserved bytes
 
 
@@ -34,6 +35,14 @@ class CudaPeaks:
             self.reserved_bytes + size_bytes,
         )
 
+    def most(self, other: CudaPeaks) -> CudaPeaks:
+        """Returns the larger of each count."""
+        return CudaPeaks(
+            max(self.requested_bytes, other.requested_bytes),
+            max(self.allocated_bytes, other.allocated_bytes),
+            max(self.reserved_bytes, other.reserved_bytes),
+        )
+
     def text(self) -> str:
         """Returns all three on one line.
 
@@ -49,12 +58,15 @@ class CudaPeaks:
     def advice(self) -> str:
         """Returns what to do if much memory is reserved but not allocated; otherwise empty."""
         unused_bytes = self.reserved_bytes - self.allocated_bytes
-        settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in settings)
-        if is_set or unused_bytes <= _FRAGMENTED_SHARE * self.allocated_bytes:
+        if expands_segments() or unused_bytes <= _FRAGMENTED_SHARE * self.allocated_bytes:
             return ""
 
         return (
-            f"{format_bytes(unused_bytes)} more were reserved than allocated: set "
+            f"{format_bytes(unused_bytes)} more are reserved than allocated: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"
         )
+
+
+def expands_segments() -> bool:
+    """Returns whether the environment sets `expandable_segments:True` for torch's allocator."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS)
