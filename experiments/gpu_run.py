@@ -3,21 +3,25 @@
     python -m experiments.gpu_run [--only SECTION ...] [--seconds 420] [--output FILE]
     python -m experiments.gpu_run --device cpu --tiny          a rehearsal
     python -m experiments.gpu_run --foretell H100              forecasts, on a machine without a GPU
+    python -m experiments.gpu_run --expect H100                the allocator's model, without a GPU
     python -m experiments.gpu_run --show                       tables and pictures of the results
 
-An interrupted run loses nothing; a section that fails is written as a fact, and the next one runs.
+An interrupted run loses nothing; what fails or takes too long is written as a fact, and the next
+way or section runs.
 Sections:
 
 - environment: the card, cuBLAS's bytes, the time of one launch against one of a thousand.
 - correct: loss, gradients and random state against plain PyTorch, beside plain against itself.
 - medium, vision, large, billions: plain, plans at 100 to 40 % and the least budget, checkpoints per
-  block, selective checkpoints: predicted and measured peaks (requested, allocated, reserved), step
-  times.
-- autocast: GPT-2 medium in float32 under autocast.
+  block, selective checkpoints, and plans with the measured peaks of both: predicted and measured
+  peaks (requested, allocated, reserved), step times.
+- autocast, autocast_vision, autocast_billions, autocast_large: the same models in float32 under
+  autocast.
 - oom: a batch that plain PyTorch can't run in 20 GiB of the card, but a plan can.
 - foretold: plans made without a GPU, run on the card; the predicted largest batch, and one larger.
 - fused, fused_dropout, fused_vision, pieces: `torch.compile`, `activation_memory_budget` and plans
-  through Inductor; `pieces` is a step that `torch.compile` cuts.
+  through Inductor, also with the measured peaks of the former; `pieces` is a step that
+  `torch.compile` cuts.
 - operators: the memory of each operator on the card, where it differs from what a plan counts.
 """
 
@@ -27,11 +31,8 @@ import argparse
 import copy
 import json
 import logging
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,8 +44,19 @@ import torch
 import remat
 from experiments.command_line import parser_of
 from experiments.environment import environment as where
-from experiments.gpu import by_operator, forecast, fused, steps, tables
-from experiments.gpu.comparing import LEAST, compare, plain, plans_and
+from experiments.gpu import by_operator, expected, forecast, fused, steps, tables
+from experiments.gpu.comparing import (
+    CHECKPOINTS,
+    LEAST,
+    TWICE,
+    Named,
+    at_the_peaks_of,
+    compare,
+    in_autocast,
+    plain,
+    plans,
+)
+from experiments.gpu.lanes import run_side_by_side
 from experiments.gpu.measuring import (
     Facts,
     blas_bytes,
@@ -54,6 +66,7 @@ from experiments.gpu.measuring import (
     step,
     told,
 )
+from experiments.gpu.progress import Progress
 from experiments.gpu.steps import Place
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.compiled import is_ready
@@ -62,7 +75,7 @@ from remat.tracers.synthetic import random_layered
 
 RESULTS = Path(__file__).parent / "results" / "gpu_run.jsonl"
 FORECAST = RESULTS.with_name("gpu_forecast")
-SHARES = ("100%", "80%", "60%", "40%")
+EXPECTED = RESULTS.with_name("gpu_allocator.json")
 _OOM_BYTES = 20 << 30  # the part of the card that section `oom` may use
 
 
@@ -124,9 +137,10 @@ def correct(facts: Facts) -> None:
 
         runs = []
         for one in (model, plain, plain):
-            found = gradients(one, one, batch, seed=3)
-            state = torch.cuda.get_rng_state() if place.has_cuda else torch.get_rng_state()
-            runs.append((found, state, step(one, one, batch, 3).item()))
+            with facts.work():
+                found = gradients(one, one, batch, seed=3)
+                state = torch.cuda.get_rng_state() if place.has_cuda else torch.get_rng_state()
+                runs.append((found, state, step(one, one, batch, 3).item()))
 
         facts.say(
             section="correct",
@@ -141,18 +155,15 @@ def correct(facts: Facts) -> None:
 
 def medium(facts: Facts) -> None:
     """GPT-2 medium."""
-    ways = plans_and(("100%", "60%"))
-    ways += [
-        ("checkpoint per block", steps.block_checkpoints),
-        ("selective checkpoints", steps.selective_checkpoints),
-    ]
-    compare(facts, "gpt2-medium", [*ways, *plans_and(("40%", LEAST, "80%"))[2:]])
+    ways = [*TWICE, *plans("100%", "60%"), *CHECKPOINTS, *plans("40%", LEAST, "80%")]
+    compare(facts, "gpt2-medium", [*ways, *at_the_peaks_of(CHECKPOINTS)])
 
 
 def vision(facts: Facts) -> None:
     """ResNet-50."""
-    fragmented = [("remat 60%, expandable segments", _in_expandable_segments)]
-    compare(facts, "resnet50", [*plans_and((*SHARES, LEAST)), *fragmented])
+    fragmented: list[Named] = [("remat 60%, expandable segments", _in_expandable_segments)]
+    ways = [*TWICE, *plans("100%", "80%", "60%", "40%", LEAST), *fragmented]
+    compare(facts, "resnet50", [*ways, *CHECKPOINTS, *at_the_peaks_of(CHECKPOINTS)])
 
 
 def _in_expandable_segments(model: Any) -> Callable[..., Any]:
@@ -163,26 +174,21 @@ def _in_expandable_segments(model: Any) -> Callable[..., Any]:
 
 def large(facts: Facts) -> None:
     """GPT-2 XL."""
-    others = (("checkpoint per block", steps.block_checkpoints),)
-    compare(facts, "gpt2-xl", plans_and(("100%", "60%", "40%"), *others), need_s=60)
+    ways = [*TWICE, *plans("100%", "60%", "40%"), *CHECKPOINTS, *at_the_peaks_of(CHECKPOINTS)]
+    compare(facts, "gpt2-xl", [*ways, *plans(LEAST, "80%")], need_s=60)
 
 
 def billions(facts: Facts) -> None:
     """Eight layers of Llama-3-8B's size."""
-    others = (("checkpoint per block", steps.block_checkpoints),)
-    compare(facts, "llama-3-8b, 8 layers", plans_and(("100%", "60%", LEAST), *others), need_s=60)
+    ways = [*TWICE, *plans("100%", "60%", LEAST), *CHECKPOINTS, *at_the_peaks_of(CHECKPOINTS)]
+    compare(facts, "llama-3-8b, 8 layers", [*ways, *plans("80%", "40%")], need_s=60)
 
 
-def autocast(facts: Facts) -> None:
-    """GPT-2 medium, float32 under autocast to bf16."""
-
-    def at(budget: str, model: Any) -> Callable[..., Any]:
-        steps.planned(model, budget)
-        return steps.in_autocast(model)
-
-    ways = [("plain, autocast", steps.in_autocast)]
-    ways += [(f"remat {budget}, autocast", partial(at, budget)) for budget in ("100%", "60%")]
-    compare(facts, "gpt2-medium, 4 sequences", ways)
+def autocast(facts: Facts, name: str = "gpt2-medium, 4 sequences") -> None:
+    """A model in float32 under autocast to bf16."""
+    ways = [*TWICE[:1], *plans("100%", "60%"), *CHECKPOINTS[:1], *at_the_peaks_of(CHECKPOINTS[:1])]
+    ways += [*plans("40%", LEAST, "80%"), *CHECKPOINTS[1:], *at_the_peaks_of(CHECKPOINTS[1:])]
+    compare(facts, name, in_autocast(ways))
 
 
 def oom(facts: Facts) -> None:
@@ -195,7 +201,7 @@ def oom(facts: Facts) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, _OOM_BYTES / total_bytes))
     try:
         for way in ("plain", "remat"):
-            with facts.section(section="oom", way=way):
+            with facts.section(section="oom", way=way), facts.work():
                 _in_little_memory(facts, way)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -236,6 +242,9 @@ SECTIONS: dict[str, tuple[Callable[[Facts], None], float]] = {
     "pieces": (fused.pieces, 60),
     "large": (large, 90),
     "operators": (_operators, 20),
+    "autocast_vision": (partial(autocast, name="resnet50, autocast"), 60),
+    "autocast_billions": (partial(autocast, name="llama-3-8b, 8 layers, autocast"), 90),
+    "autocast_large": (partial(autocast, name="gpt2-xl, autocast"), 90),
 }
 
 
@@ -243,36 +252,23 @@ _SIDE_BY_SIDE = (
     "one process per group of sections; the processes share the cores, and one plans while "
     "another's steps are timed"
 )
-LANES = (
-    ("environment", "correct", "medium", "autocast"),
-    ("oom", "vision", "foretold", "operators"),
-    ("billions", "large"),
-    ("fused",),
-    ("pieces",),
-    ("fused_dropout",),
-    ("fused_vision",),
-)
 
 
-def _run_side_by_side(asked: argparse.Namespace) -> None:
-    where = ["--device", asked.device, "--output", str(asked.output)]
+def _command(asked: argparse.Namespace, *sections: str, progress: Path) -> list[str]:
+    where = ["--device", asked.device, "--output", str(asked.output), "--progress", str(progress)]
     where += ["--seconds", str(asked.seconds), *(["--tiny"] if asked.tiny else [])]
+    return [sys.executable, "-m", "experiments.gpu_run", *where, "--only", *sections]
 
-    lanes = [[name for name in lane if name in asked.only] for lane in LANES]
-    cores = sorted(os.sched_getaffinity(0))
-    lanes = [lane for lane in lanes if lane]
-    share = max(1, len(cores) // max(1, len(lanes)))
 
-    running = []
-    for index, lane in enumerate(lanes):
-        own = set(cores[index * share : (index + 1) * share]) or set(cores)
-        command = [sys.executable, "-m", "experiments.gpu_run", *where, "--only", *lane]
-        process = subprocess.Popen(command)
-        os.sched_setaffinity(process.pid, own)
-        running.append(process)
-
-    for process in running:
-        process.wait()
+def _run(facts: Facts, names: Sequence[str]) -> None:
+    for name in names:
+        run, need_s = SECTIONS[name]
+        facts.progress.note(section=name)
+        if facts.left_s < need_s:
+            facts.say(section=name, skipped=f"{facts.left_s:.0f} s left, {need_s:.0f} needed")
+            continue
+        with facts.section(section=name):
+            run(facts)
 
 
 def _output_of(device: str) -> Path:
@@ -307,8 +303,7 @@ def _logging_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the sections for which there is time, or shows the results."""
+def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=420.0)
@@ -317,8 +312,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="by default, a file named after the device")
     parser.add_argument("--show", action="store_true", help="only show tables and pictures")
     parser.add_argument("--foretell", metavar="DEVICE", help="write forecasts for this device")
+    parser.add_argument("--expect", metavar="DEVICE", help="compare its peaks with a model's")
     parser.add_argument("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--progress", type=Path, help="a file that says what runs; continues there")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the sections for which there is time, or shows the results."""
+    asked = _parser().parse_args(arguments)
 
     if asked.show:
         tables.show(asked.output or RESULTS)
@@ -328,6 +330,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         forecast.foretell(FORECAST, asked.foretell)
         return
 
+    if asked.expect:
+        expected.expect(tables.compared(tables.read(RESULTS)), EXPECTED, asked.expect)
+        return
+
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_run: torch sees no CUDA device here; rehearse with --device cpu --tiny")
 
@@ -335,21 +341,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _refuse_another_device(asked)
     if not is_ready(anneal):
         minimum(random_layered(8, seed=0))  # compiles the search, before plans have time limits
+
+    progress = Progress.read(asked.progress) if asked.progress else Progress()
+    facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds, progress)
     if asked.side_by_side:
-        _run_side_by_side(asked)
+        run_side_by_side(asked.only, partial(_command, asked), asked.output, facts.say)
         return
 
-    facts = Facts(asked.output, Place(asked.device, asked.tiny), asked.seconds)
     with _logging_to(asked.output.with_suffix(".log")):
-        for name in asked.only:
-            run, need_s = SECTIONS[name]
-            if facts.left_s < need_s:
-                facts.say(section=name, skipped=f"{facts.left_s:.0f} s left, {need_s:.0f} needed")
-                continue
-            with facts.section(section=name):
-                run(facts)
-
-    facts.say(section="end", seconds=round(time.perf_counter() - facts.began_s, 1))
+        _run(facts, progress.sections_left(asked.only))
+    facts.say(section="end", seconds=round(facts.taken_s, 1))
 
 
 if __name__ == "__main__":

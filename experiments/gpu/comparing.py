@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,28 +16,72 @@ from experiments.gpu import steps
 from experiments.gpu.measuring import (
     Facts,
     blas_bytes,
+    budget_of,
     gradients,
     largest_difference,
     measured,
     told,
 )
 from experiments.gpu.steps import STEPS
+from experiments.gpu.tables import AT_THE_PEAK_OF
 
 LEAST = "least"
 Way = Callable[[Any], Callable[..., Any]]
 
 
-def compare(facts: Facts, name: str, ways: Sequence[tuple[str, Way]], need_s: float = 30) -> None:
+def plain(model: Any) -> Callable[..., Any]:
+    """Returns the model itself."""
+    call: Callable[..., Any] = model
+    return call
+
+
+@dataclass(frozen=True)
+class AtThePeakOf:
+    """A plan whose budget is what another way of the same run requested at its peak.
+
+    Attributes:
+        way: the name of the other way.
+        executor: what runs the plan.
+        then: what is done with the planned model, such as a run under autocast.
+    """
+
+    way: str
+    executor: str = "eager"
+    then: Way = plain
+
+    def within(self, budget_bytes: int) -> Way:
+        """Returns the way of running a model within a budget."""
+
+        def prepare(model: Any) -> Callable[..., Any]:
+            steps.planned(model, budget_bytes, executor=self.executor)
+            return self.then(model)
+
+        return prepare
+
+
+Named = tuple[str, Way | AtThePeakOf]
+
+
+def compare(facts: Facts, name: str, ways: Sequence[Named], need_s: float = 30) -> None:
     """Runs one model in each way; compares its gradients with those of the first way."""
     reference: list[torch.Tensor] = []
-    for way, prepare in ways:
+    for way, prepare in facts.progress.ways_left(ways):
         if facts.left_s < need_s:
             facts.say(model=name, way=way, skipped=f"{facts.left_s:.0f} s left")
             continue
 
+        if isinstance(prepare, AtThePeakOf):
+            peak_bytes = facts.progress.requested.get(f"{name}: {prepare.way}")
+            if peak_bytes is None:
+                facts.say(model=name, way=way, skipped=f"{prepare.way} was not measured")
+                continue
+            prepare = prepare.within(budget_of(peak_bytes, facts.place))
+
         facts.clean()
+        facts.progress.note(way=way)
         with facts.section(model=name, way=way), fresh_cache():
             _compare_one(facts, name, way, prepare, reference)
+    facts.progress.note(way="")
     facts.clean()
 
 
@@ -57,7 +101,7 @@ def _compare_one(
 
     # the plan at 100 % measures costs; other plans are made while another process times its steps
     compiles = way.startswith(("remat", "torch.compile")) and way != "remat 100%"
-    with nullcontext() if compiles else facts.turn():
+    with facts.work() if compiles else facts.turn():
         began = time.perf_counter()
         found = gradients(call, model, batch)
         until_first_s = time.perf_counter() - began
@@ -69,6 +113,7 @@ def _compare_one(
     with facts.turn():
         row |= measured(call, model, batch, place)
     row["gradient"] = largest_difference(found, reference)
+    facts.progress.requested[f"{name}: {way}"] = int(row["requested"] - base)
 
     if way.startswith("remat"):
         row |= told(model)
@@ -79,21 +124,44 @@ def _compare_one(
     facts.say(model=name, way=way, **row)
 
 
-def plain(model: Any) -> Callable[..., Any]:
-    """Returns the model itself."""
-    call: Callable[..., Any] = model
-    return call
+TWICE: list[Named] = [("plain", plain), ("plain again", plain)]
+CHECKPOINTS: list[Named] = [
+    ("checkpoint per block", steps.block_checkpoints),
+    ("selective checkpoints", steps.selective_checkpoints),
+]
 
 
-def plans_and(budgets: Sequence[str], *others: tuple[str, Way]) -> list[tuple[str, Way]]:
-    """Returns plain twice, one plan per budget, and the others."""
-    plans = [
+def plans(*budgets: str) -> list[Named]:
+    """Returns one plan per budget."""
+    return [
         (f"remat {budget}", partial(steps.planned, budget=budget))
         if budget != LEAST
         else ("remat least", at_its_least)
         for budget in budgets
     ]
-    return [("plain", plain), ("plain again", plain), *plans, *others]
+
+
+def at_the_peaks_of(others: Sequence[Named], executor: str = "eager") -> list[Named]:
+    """Returns one plan per other way, with its measured peak as the budget."""
+    kind = "remat" if executor == "eager" else f"remat {executor}"
+    return [(f"{kind}{AT_THE_PEAK_OF}{way}", AtThePeakOf(way, executor)) for way, _ in others]
+
+
+def in_autocast(ways: Sequence[Named]) -> list[Named]:
+    """Returns the ways in float32 under autocast."""
+
+    def made(prepare: Way, model: Any) -> Callable[..., Any]:
+        return steps.in_autocast(model, prepare(model))
+
+    found: list[Named] = []
+    for way, prepare in ways:
+        cast: Way | AtThePeakOf
+        if isinstance(prepare, AtThePeakOf):
+            cast = replace(prepare, way=f"{prepare.way}, autocast", then=steps.in_autocast)
+        else:
+            cast = partial(made, prepare)
+        found.append((f"{way}, autocast", cast))
+    return found
 
 
 def at_its_least(model: Any) -> Callable[..., Any]:

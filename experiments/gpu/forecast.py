@@ -54,7 +54,7 @@ def judge(facts: Facts, folder: Path) -> None:
     largest = max(row["batch"] for row in json.loads((folder / _BATCHES).read_text()))
     for size in (largest, largest + 1):
         way = f"batch {size}; {largest} was predicted to be the largest"
-        with facts.section(section="foretold", model=MODELS[0], way=way):
+        with facts.section(section="foretold", model=MODELS[0], way=way), facts.work():
             model, batch = gpt2(facts.place, batch=size)
             planned(model, BATCH_BUDGET)
             step(model, model, batch, 0)

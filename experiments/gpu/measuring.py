@@ -9,7 +9,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,12 @@ import torch
 from torch import nn
 
 import remat
+from experiments.gpu.progress import Progress
 from experiments.gpu.steps import Batch, Place
+from remat.plan.card import library_bytes
 
+TURN_LIMIT_S = 90.0  # the slowest turn took 27 s on an H100
+WORK_LIMIT_S = 240.0  # without a turn; the slowest plan through Inductor took 159 s on an H200
 _STEPS = 16
 _DEAREST = 25  # number of most expensive operators that are listed
 _MOST_ENTRIES = 1 << 16  # about this many of a gradient's entries are compared
@@ -34,21 +38,27 @@ class Facts:
         path: the file.
         place: where it runs.
         seconds: how long the run may take.
+        progress: what runs now.
     """
 
     path: Path
     place: Place
     seconds: float
-    began_s: float = field(default_factory=time.perf_counter)
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self.progress.began_s
 
     @property
     def left_s(self) -> float:
         """Seconds left."""
-        return self.seconds - (time.perf_counter() - self.began_s)
+        return self.seconds - self.taken_s
 
     def say(self, **fact: Any) -> None:
         """Writes a fact."""
-        fact["at_s"] = round(time.perf_counter() - self.began_s, 1)
+        fact["at_s"] = round(self.taken_s, 1)
         with self.path.open("a") as file:
             file.write(json.dumps(fact) + "\n")
         print(json.dumps(fact), flush=True)
@@ -67,10 +77,18 @@ class Facts:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Runs what is inside while no other process with the same file has its turn."""
+        """Runs what is inside while no other process with the same file has its turn.
+
+        Raises `TimeoutError` after `TURN_LIMIT_S`, so that the others get theirs.
+        """
         with self.path.with_suffix(".turn").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            with self.progress.limit(TURN_LIMIT_S):
+                yield
+
+    def work(self) -> AbstractContextManager[None]:
+        """Runs what is inside beside other processes, for at most `WORK_LIMIT_S`."""
+        return self.progress.limit(WORK_LIMIT_S)
 
     def _try_to_clean(self) -> None:
         try:
@@ -162,8 +180,23 @@ def measured(
         name: stats.get(f"{name}_bytes.all.peak", 0)
         for name in ("requested", "allocated", "reserved")
     }
+    if not place.has_cuda:
+        peaks["requested"] = _peak_on_the_cpu(call, owner, batch)
     paces = {"step_s": statistics.median(times), "fastest_s": min(times)}
     return {"first_step_s": first_s, **paces, **peaks}
+
+
+def _peak_on_the_cpu(call: Call, owner: nn.Module, batch: Batch) -> int:
+    """The peak of a step with what it holds throughout."""
+    owner.zero_grad(set_to_none=True)
+    held = [*owner.parameters(), *owner.buffers(), *batch.values()]
+    peak_bytes = remat.measure(lambda: step(call, owner, batch, 0), device="cpu").peak_bytes
+    return peak_bytes + sum(tensor.nbytes for tensor in held)
+
+
+def budget_of(peak_bytes: int, place: Place) -> int:
+    """The budget of a plan that requests at most as much as a step that was measured."""
+    return peak_bytes + library_bytes(place.device)
 
 
 def told(model: Any) -> dict[str, Any]:

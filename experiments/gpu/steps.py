@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
 
@@ -66,9 +67,12 @@ def resnet50(place: Place, *, batch: int = 128) -> Made:
     """ResNet-50 (He et al., 2015) in bf16."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    batch, pixels = (2, 32) if place.is_tiny else (batch, 224)
-    # otherwise the first call sets it, and the step would be captured again
-    config = ResNetConfig(problem_type="single_label_classification")
+    batch, pixels = (16, 32) if place.is_tiny else (batch, 224)
+    sizes: dict[str, Any] = {}
+    if place.is_tiny:
+        sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]}
+    # otherwise the first call sets the type, and the step would be captured again
+    config = ResNetConfig(problem_type="single_label_classification", **sizes)
     model: nn.Module = ResNetForImageClassification(config)
 
     images = torch.randn(batch, 3, pixels, pixels, device=place.device, dtype=torch.bfloat16)
@@ -128,16 +132,19 @@ STEPS: dict[str, Callable[[Place], Made]] = {
     "resnet50": resnet50,
     "llama-3-8b, 8 layers": llama,
 }
+# their own names in the results, since peaks and times are compared by model
+for _name in ("resnet50", "gpt2-xl", "llama-3-8b, 8 layers"):
+    STEPS[f"{_name}, autocast"] = STEPS[_name]
 
 
-def in_autocast(model: nn.Module) -> Callable[..., Any]:
-    """Returns the model in float32 under autocast to bf16."""
+def in_autocast(model: nn.Module, prepared: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Returns the model, or what calls it, in float32 under autocast to bf16."""
     model.float()
     device = next(model.parameters()).device.type
 
     def call(**batch: torch.Tensor) -> Any:
         with torch.autocast(device, torch.bfloat16):
-            return model(**batch)
+            return (prepared or model)(**batch)
 
     return call
 
@@ -148,27 +155,32 @@ def planned(model: nn.Module, budget: str | int, executor: str = "eager") -> Cal
 
 
 def block_checkpoints(model: nn.Module) -> Callable[..., Any]:
-    """Returns the model with a checkpoint per block, as `transformers` sets them."""
-    enable: Any = model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    return model
+    """Returns the model with a checkpoint per block."""
+    return _checkpointed(model, partial(checkpoint, use_reentrant=False))
 
 
 def selective_checkpoints(model: nn.Module) -> Callable[..., Any]:
-    """Returns the model with checkpoints per block that keep the results of matrix products."""
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
+    """Returns the model with checkpoints per block that keep results of products, convolutions."""
     aten = torch.ops.aten
-    kept = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+    kept = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default]
     contexts = partial(create_selective_checkpoint_contexts, kept)
-    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    return _checkpointed(model, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+
+def _checkpointed(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs each block by `run`, where `transformers` puts checkpoints, or in a ResNet's layers."""
+    from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
 
     whole: Any = model
-    whole.gradient_checkpointing_enable()
+    if whole.supports_gradient_checkpointing:
+        whole.gradient_checkpointing_enable()
+
     part: Any
     for part in model.modules():
         if hasattr(part, "_gradient_checkpointing_func"):
             part._gradient_checkpointing_func = run
+        elif isinstance(part, ResNetBottleNeckLayer):
+            part.forward = partial(run, part.forward)  # type: ignore[method-assign]
     return model
 
 

@@ -17,6 +17,7 @@ from remat.look.plot_style import new_figure, quiet
 Fact = dict[str, Any]
 _MIB = 2**20
 _COUNTS = ("requested", "allocated", "reserved")
+AT_THE_PEAK_OF = " at the peak of "  # in the name of a plan with another way's peak as its budget
 _WIDTH = 120  # columns of a table in a file or a log
 
 
@@ -47,7 +48,10 @@ def show(path: Path) -> None:
     rows = compared(facts)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for model in dict.fromkeys(row["model"] for row in rows):
-        console.print(_table(model, [row for row in rows if row["model"] == model]))
+        mine = [row for row in rows if row["model"] == model]
+        console.print(_table(model, mine))
+        for line in equal_peaks(mine):
+            console.print(line)
     for fact in facts:
         if "error" in fact:
             named = " ".join(str(fact[key]) for key in ("section", "model", "way") if key in fact)
@@ -57,6 +61,18 @@ def show(path: Path) -> None:
     if on_a_gpu:
         _draw_peaks(on_a_gpu, path.with_name(f"{path.stem}_peak.png"))
         _draw_times(on_a_gpu, path.with_name(f"{path.stem}_time.png"))
+
+
+def equal_peaks(rows: Sequence[Fact]) -> list[str]:
+    """One line per plan with another way's peak as its budget: its step time over the other's."""
+    of_way = {row["way"]: row for row in rows}
+    found = []
+    for way, row in of_way.items():
+        _, separator, other = way.partition(AT_THE_PEAK_OF)
+        if separator and other in of_way:
+            share = row["step_s"] / of_way[other]["step_s"]
+            found.append(f"{way}: {share:.2f} times its step")
+    return found
 
 
 def _table(model: str, rows: Sequence[Fact]) -> Table:

@@ -33,6 +33,7 @@ class CudaPeaks:
             max(self.requested_bytes, other.requested_bytes),
             max(self.allocated_bytes, other.allocated_bytes),
             max(self.reserved_bytes, other.reserved_bytes),
+            self.is_expandable or other.is_expandable,
         )
 
     def beside(self, size_bytes: int) -> CudaPeaks:
@@ -41,6 +42,7 @@ class CudaPeaks:
             self.requested_bytes + size_bytes,
             self.allocated_bytes + size_bytes,
             self.reserved_bytes + size_bytes,
+            self.is_expandable,
         )
 
     def text(self) -> str:
@@ -62,6 +64,6 @@ class CudaPeaks:
             return ""
 
         return (
-            f"{format_bytes(unused_bytes)} more were reserved than allocated: set "
+            f"{format_bytes(unused_bytes)} more are reserved than allocated: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"
         )

@@ -10,13 +10,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from remat.analysis.cuda_allocator import expected_peaks
 from remat.core.budget import describe_bytes, format_bytes
+from remat.core.cuda_peaks import CudaPeaks
 from remat.core.graph import Graph
 from remat.core.operators import ValueKind
 from remat.core.schedule import Schedule
 from remat.core.solution import Solution, Status
 from remat.core.units import Scale
 from remat.fit.footprint import Footprint, Held
+from remat.torch_border.cuda_allocator import will_expand_segments
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Fit:
         plain_bytes: the peak of the step in plain PyTorch. It is usually more than keeping
             everything in the captured step, which drops operators that compute nothing. None if
             the step can't run without data, or for the batches of `max_batch`.
+        device_type: `cpu` or `cuda`.
     """
 
     model: str
@@ -49,6 +53,7 @@ class Fit:
     minimum_bytes: int
     bound_bytes: int
     plain_bytes: int | None = None
+    device_type: str = "cpu"
 
     def __bool__(self) -> bool:
         return self.solution is not None
@@ -64,6 +69,26 @@ class Fit:
         if self.solution is None or self.solution.schedule is None:
             return None
         return Footprint.of(self.graph, self.solution.schedule, self.held)
+
+    @cached_property
+    def cuda_peaks(self) -> tuple[CudaPeaks, ...]:
+        """What torch's allocator will count on a GPU, expected: keeping everything, and planned.
+
+        Only the first without a plan; empty for a CPU. The workspace of convolutions is missing on
+        a machine without the GPU, and reserved bytes are then too low.
+        """
+        if self.device_type != "cuda":
+            return ()
+        schedules = [Schedule.keep_all(self.graph)]
+        if self.solution is not None and self.solution.schedule is not None:
+            schedules.append(self.solution.schedule)
+
+        return tuple(
+            expected_peaks(self.graph, schedule, is_expandable=will_expand_segments()).beside(
+                self.held.total
+            )
+            for schedule in schedules
+        )
 
     @property
     def status(self) -> Status:
@@ -106,6 +131,7 @@ class Fit:
             "minimum_bytes": self.minimum_bytes,
             "bound_bytes": self.bound_bytes,
             "plain_bytes": self.plain_bytes,
+            "expected_on_cuda": [asdict(peaks) for peaks in self.cuda_peaks],
             "costs": self.graph.costs,
         }
 
@@ -116,6 +142,8 @@ class Fit:
         with console.capture() as capture:
             console.print(self.verdict, soft_wrap=False)
             console.print(self._table())
+            if len(self.cuda_peaks) == 2 and self.cuda_peaks[1].advice():
+                console.print(self.cuda_peaks[1].advice())
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     @property
@@ -198,6 +226,11 @@ class Fit:
                 end_section=field == "temporaries",
             )
 
+        if self.cuda_peaks:
+            allocated = [format_bytes(peaks.allocated_bytes) for peaks in self.cuda_peaks]
+            reserved = [format_bytes(peaks.reserved_bytes) for peaks in self.cuda_peaks]
+            table.add_row("allocated by torch, expected", *allocated)
+            table.add_row("reserved by torch, expected", *reserved)
         self._add_totals(table, len(parts))
         return table
 

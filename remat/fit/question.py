@@ -193,6 +193,7 @@ class Question:
             bound_bytes=bound_bytes
             if solution is None or solution.status is not Status.INFEASIBLE
             else max(bound_bytes, budget_bytes + 1),
+            device_type=self.device.type,
         )
 
     def _solve(self, graph: Graph, budget_bytes: int, least: Minimum) -> Solution:

@@ -6,11 +6,14 @@ each private name below was checked with the version beside it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _MOST_EVENTS = 1_000_000  # that a memory history of ours keeps
 
@@ -73,6 +76,11 @@ def expands_segments() -> bool:
     if torch.cuda.memory.get_allocator_backend() != "native":
         return False
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+def will_expand_segments() -> bool:
+    """True if the environment asks for `expandable_segments`; no GPU is needed."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS)
 
 
 def _history() -> list[dict[str, Any]]:

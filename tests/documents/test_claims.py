@@ -20,6 +20,7 @@ RESULTS = ROOT / "experiments" / "results"
 PAGES = (RESULTS / "README.md", RESULTS.parents[1] / "README.md")
 TEXT = re.sub(r"\s+", " ", "\n".join(page.read_text() for page in PAGES))
 GIB, MIB = 2**30, 2**20
+SIDES = ("expected", "measured")
 Claims = Iterator[str]
 
 
@@ -319,6 +320,29 @@ def gpu_run(d: dict[str, Any]) -> Claims:
     yield f"`torch.compile` takes {step_text(theirs)}"
 
 
+def gpu_allocator(d: dict[str, Any]) -> Claims:
+    def ratio(row: dict[str, Any], more: str, fewer: str) -> float:
+        """How far the expected ratio of two counts is from the measured one, in percent."""
+        shares: list[float] = [row[of][f"{more}_bytes"] / row[of][f"{fewer}_bytes"] for of in SIDES]
+        return 100 * abs(shares[0] - shares[1])
+
+    resnet = [row for row in d["rows"] if row["model"] == "resnet50"]
+    others = [row for row in d["rows"] if row["model"] != "resnet50"]
+    blocks = [max(ratio(row, "allocated", "requested") for row in of) for of in (others, resnet)]
+    yield (
+        f"to within {blocks[0]:.2f} % of the peak for GPT-2 and Llama, "
+        f"{blocks[1]:.2f} % for ResNet-50"
+    )
+
+    def off(rows: list[dict[str, Any]]) -> list[float]:
+        counts = [[row[of]["reserved_bytes"] for of in SIDES] for row in rows]
+        return [100 * (expected / measured - 1) for expected, measured in counts]
+
+    yield f"the reserved bytes are expected to within {max(map(abs, off(others))):.1f} %"
+    low = sorted(-share for share in off(resnet))
+    yield f"For ResNet-50 they are {low[0]:.0f} to {low[-1]:.0f} % too low"
+
+
 def gpu_run_h200(d: dict[str, Any]) -> Claims:
     rows = {(row["model"], row["way"]): row for row in d["facts"] if "step_s" in row}
     planned = {key: row for key, row in rows.items() if "predicted" in row}
@@ -509,7 +533,7 @@ def inductor_stored_masks(record: dict[str, Any]) -> Claims:
 SECTIONS: list[Callable[[dict[str, Any]], Claims]] = [
     lecture_chain, checkmate_figures, depth_growth, transformer_arithmetic, attention,
     static_memory, reverse_price, sharding, side_by_side, new_lengths, gpu_run,
-    gpu_run_h200, inductor, inductor_stored_masks,
+    gpu_allocator, gpu_run_h200, inductor, inductor_stored_masks,
 ]  # fmt: skip
 
 

@@ -488,3 +488,28 @@ def test_the_command_line_answers_for_ci(tmp_path: Path, monkeypatch: pytest.Mon
         assert code == 2 and "unknown device 'abacus'" in text
     finally:
         sys.modules.pop("ci_model", None)
+
+
+def test_on_a_gpu_what_torch_will_reserve_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: the budget is met, and fragments run out of memory all the same."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    options: dict[str, Any] = {"device": "H100", "budget": "97%", "time_limit_s": 2.0}
+    found = remat.fits(Net(), batch_of(64), **options)
+    assert found.planned is not None
+    kept, planned = found.cuda_peaks
+
+    assert kept.requested_bytes == found.keep_all.total
+    assert planned.requested_bytes == found.planned.total <= found.budget_bytes
+    assert planned.requested_bytes <= planned.allocated_bytes < planned.reserved_bytes
+    assert ("expandable_segments" in str(found)) == bool(planned.advice())
+    assert found.record()["expected_on_cuda"][1]["reserved_bytes"] == planned.reserved_bytes
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    del found.__dict__["cuda_peaks"]
+    assert found.cuda_peaks[1].allocated_bytes == planned.requested_bytes
+    assert "expandable_segments" not in str(found)
+
+
+def test_on_a_cpu_no_blocks_are_expected(fit: remat.Fit) -> None:
+    assert fit.cuda_peaks == () and "by torch" not in str(fit)
