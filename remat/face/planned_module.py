@@ -104,12 +104,7 @@ class PlannedCall(OwnCall):
 
         That happens only if their memory could not be predicted.
         """
-        peaks = [
-            (step.meter.tensor_bytes, step.budget_bytes + self.unplanned_bytes)
-            for step in self.pieces
-        ]
-        excess = max((peak - allowed for peak, allowed in peaks), default=0)
-
+        excess = max((step.excess_bytes for step in self.pieces), default=0) - self.unplanned_bytes
         if excess > 0:
             _LOG.warning(
                 "Inductor's kernels held %s more than the budget; "
@@ -254,14 +249,8 @@ class PlannedCall(OwnCall):
         if isinstance(self.plan, FixedPlan):
             return
 
-        step = captured_at_largest(
-            self.module,
-            args,
-            kwargs,
-            costs=self.costs,
-            differentiate=self.differentiate,
-            on_device_type=self.device_type,
-        )
+        options = {"differentiate": self.differentiate, "on_device_type": self.device_type}
+        step = captured_at_largest(self.module, args, kwargs, costs=self.costs, **options)
         if step is not None:
             self.plan(step, is_largest=True)
 
@@ -301,9 +290,7 @@ class PlannedCall(OwnCall):
     def _run_pieces(
         self, piecewise: Piecewise, in_pieces: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        def call() -> Any:
-            return run_compiled(in_pieces, args, kwargs, is_whole=False)
-
+        call = partial(run_compiled, in_pieces, args, kwargs, is_whole=False)
         return piecewise.run(call, tensors_in(args, kwargs))
 
     def _run_whole(self, args: Any, kwargs: Any) -> Any:

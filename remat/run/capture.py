@@ -116,6 +116,11 @@ class PlannedStep:
         return self.solution.budget_bytes + self.kernels_room_bytes
 
     @property
+    def excess_bytes(self) -> int:
+        """How much more than that the measured step held; negative if it held less."""
+        return self.meter.tensor_bytes - self.budget_bytes
+
+    @property
     def graph(self) -> Graph:
         """The graph that was planned."""
         return self.kernels or self.step.graph

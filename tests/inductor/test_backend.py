@@ -210,6 +210,9 @@ def test_a_change_of_a_buffer_waits_for_all_that_read_it(monkeypatch: pytest.Mon
     assert not lost
 
 
+@pytest.mark.skipif(
+    not hasattr(custom_graph_pass, "CustomSchedulerPass"), reason="passes have no key before 2.13"
+)
 def test_inductors_compiled_kernels_are_reused() -> None:
     """Naive: our passes have no cache key, so Inductor caches nothing for the next job."""
     from torch._dynamo.utils import counters
