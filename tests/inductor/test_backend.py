@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.choices import InductorChoices
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
