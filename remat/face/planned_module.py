@@ -61,6 +61,7 @@ class PlannedCall(OwnCall):
 
     _in_pieces: Callable[..., Any]  # the compiled module, once it runs in pieces
     _settings: Hashable = None  # what dynamo does not guard, at the last call
+    unplanned_bytes = 0  # what Inductor's kernels held above the budget
 
     def __init__(
         self,
@@ -80,7 +81,6 @@ class PlannedCall(OwnCall):
         self.pieces: list[PlannedStep] = []
         self.piecewise: Piecewise | None = None
         self.captured_s = 0.0
-        self.unplanned_bytes = 0  # what Inductor's kernels held above the budget
         self.outside = OutsideRoom(module, is_fixed=isinstance(plan, FixedPlan))
 
         # bytes of gradients that earlier steps left, and of DDP's buckets; what dynamo does not
