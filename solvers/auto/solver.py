@@ -19,12 +19,12 @@ gives one answer on every machine that is fast enough for the time limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
 from remat.core.graph import Graph
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.solvers.auto.minimum import Minimum
 from remat.solvers.auto.raising import BOUNDING, FirstModel, Prices, Relaxations
 from remat.solvers.auto.reuse import Shared
@@ -203,18 +203,21 @@ class Auto(Solver):
     def _solution(
         self, search: Search, least: Callable[[], Minimum], *, cut_short: str
     ) -> Solution:
+        record = SearchRecord(
+            gap=self.gap,
+            cut_short=cut_short,
+            found_by=search.found_by,
+            proved_by=search.proved_by,
+        )
         if search.steps is not None:
             return Solution.of_steps(
                 search.graph,
                 search.budget_bytes,
                 search.steps,
                 lower_bound_s=search.bound_s,
-                gap=self.gap,
                 solver=repr(self),
                 wall_s=search.elapsed_s,
-                cut_short=cut_short,
-                found_by=search.found_by,
-                proved_by=search.proved_by,
+                record=record,
             )
 
         return Solution.without_schedule(
@@ -224,9 +227,7 @@ class Auto(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=search.bound_s,
-            minimum_bytes=least().peak_bytes,
-            cut_short=cut_short,
-            proved_by=search.proved_by,
+            record=replace(record, minimum_bytes=least().peak_bytes),
         )
 
     def _run(self, search: Search, shared: Shared) -> None:

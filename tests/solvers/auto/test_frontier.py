@@ -118,7 +118,6 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
             budget_bytes,
             steps,
             lower_bound_s=bounds_s[budget_bytes],
-            gap=0.0,
             solver="",
             wall_s=0.0,
         )
