@@ -244,6 +244,11 @@ class Plans:
         """Returns the plan of the largest shape, if declared, or else the ranks' common plan.
 
         If there is neither, it returns the first micro-step's plan, if that may be used.
+
+        The ranks, the disk and the solver are no list of sources to try in turn: each one gets the
+        next as a function, calls it or not, and keeps its answer. The ranks first agree which of
+        them looks (`solve_once`), and send its answer to the others; that rank reads the disk,
+        and writes there what the solver finds (`PlanCache.get_or_solve`).
         """
         earlier = self._earlier(graph, room, computation)
         if earlier.fitting and self._has_largest:
