@@ -21,7 +21,8 @@ from remat.core.solution import SearchRecord, Solution, Status
 from remat.solvers.core.base import Solver
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 
-# segment sizes that the greedy methods try; with more, the schedules hardly differ
+# segment sizes that the greedy methods try; with more, the schedules hardly differ; by how much,
+# and on which graphs, is not on record
 _NUM_LIMITS = 48
 
 
