@@ -10,10 +10,11 @@
 5. Bounds (`raising.BOUNDING`) in one thread, schedules (`searching.IMPROVING`) in the others; each
    side limits the other's work.
 
-A technique is skipped where it does not apply, or by name with `without=`. The solve stops as soon
-as cost and bound are within `gap`. Every bound holds for all schedules of the fixed order. Limits
-of nodes and iterations end models and searches before time limits do, so with one thread a seed
-gives one answer on every machine that is fast enough for the time limit.
+A technique is skipped where it does not apply, or by name with `without=`. What each one is worth
+is measured (`experiments/results/bench_ablation.md`). The solve stops as soon as cost and bound are
+within `gap`. Every bound holds for all schedules of the fixed order. Limits of nodes and iterations
+end models and searches before time limits do, so with one thread a seed gives one answer on every
+machine that is fast enough for the time limit.
 """
 
 from __future__ import annotations
