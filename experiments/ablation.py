@@ -34,7 +34,6 @@ from typing import Any
 from experiments.bench_real import budgets_of
 from experiments.bench_rows import Row, Rows, facts, warm_up
 from experiments.command_line import parser_of
-from experiments.environment import environment
 from experiments.real_graphs import BENCHMARKED, cached_graph
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
@@ -308,15 +307,14 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    options = {"time_limit_s": asked.seconds, "commit": environment()["commit"]}
-    rows = Rows(asked.output, "ablation", options, is_fresh=False)
+    rows = Rows(asked.output, "ablation", {"time_limit_s": asked.seconds}, is_fresh=False)
     warm_up()
     measured = list(points(asked.folder, asked.instances, rows))
     run = partial(_run, measured, asked.only, asked.seconds, rows, Lock())
     with ThreadPoolExecutor(len(SEEDS)) as threads:
         list(threads.map(run, SEEDS))
 
-    text = page(rows.rows, options)
+    text = page(rows.rows, rows.options)
     (asked.output / "bench_ablation.md").write_text(text)
     print(text)
 

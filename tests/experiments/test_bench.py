@@ -175,6 +175,15 @@ def test_finished_rows_are_kept_and_other_options_start_over(tmp_path: Path) -> 
     assert other.row({"name": "a"}, lambda: {"cost": 2.0})["cost"] == 2.0
 
 
+def test_no_file_has_rows_of_two_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: the rows of the first commit stay, and one table compares two versions of the code."""
+    for commit in ("first", "second"):
+        monkeypatch.setenv("REMAT_COMMIT", commit)
+        rows = Rows(tmp_path, "set", {"time_limit_s": 1.0}, is_fresh=False)
+        rows.row({"name": commit}, lambda: {"cost": 1.0})
+        assert [row["commit"] for row in rows.rows] == [commit]
+
+
 def test_missing_instances_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ["--instances", str(tmp_path / "nowhere"), "--output", str(tmp_path)]
     assert bench.main(["published", *options]) == 2
