@@ -273,19 +273,7 @@ def run_compiled(
             raise cause from None
 
         if is_graph_break(error):
-            why, place = failure_text(error)
-            if not is_whole:
-                hint = f". {OUT_OF_THE_PIECES}" if is_compilers_own(error) else ""
-                raise TraceError(
-                    f"torch.compile fails on this step, whole and in pieces: {why}{place}{hint}"
-                ) from None
-
-            raise GraphBreak(
-                f"torch.compile can't capture this step as one graph: {why}{place}\n"
-                "Rewrite that line, or move it out of the forward; TORCH_LOGS=graph_breaks shows "
-                "the place.",
-                why.split("\n")[0] + place,
-            ) from None
+            raise _uncapturable(error, is_whole=is_whole) from None
 
         # the backend failed: AOTAutograd could not trace the step, or it could not be planned
         if cause is not error:
@@ -293,3 +281,20 @@ def run_compiled(
                 f"this step can't be traced and planned: {type(cause).__name__}: {cause}"
             ) from error
         raise
+
+
+def _uncapturable(error: Exception, *, is_whole: bool) -> TraceError:
+    """Returns the error for a step that torch.compile can't capture as one graph, or at all."""
+    why, place = failure_text(error)
+    if not is_whole:
+        hint = f". {OUT_OF_THE_PIECES}" if is_compilers_own(error) else ""
+        return TraceError(
+            f"torch.compile fails on this step, whole and in pieces: {why}{place}{hint}"
+        )
+
+    return GraphBreak(
+        f"torch.compile can't capture this step as one graph: {why}{place}\n"
+        "Rewrite that line, or move it out of the forward; TORCH_LOGS=graph_breaks shows "
+        "the place.",
+        why.split("\n")[0] + place,
+    )
