@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from experiments.bench_real import budgets_of
 from experiments.bench_rows import Row, Rows, facts, warm_up
 from experiments.command_line import parser_of
-from experiments.environment import environment
 from experiments.real_graphs import BENCHMARKED, cached_graph
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
@@ -46,6 +46,8 @@ SEEDS = (0, 1)
 COST, GAP = 0.1, 0.3  # percent of the cost and points of the gap: smaller changes don't count
 LEAST_HELPED = 3  # points where a technique must help to be kept
 NOTHING = "nothing"  # stands for the full solve, in which nothing is switched off
+# techniques that were measured and are gone, and the commit that removed them and says why
+REMOVED = {"tree": "5b4296d"}
 ALWAYS = ("keep-all", "window", "families", "annealing")  # every other technique needs these
 
 # points that were open after five seconds in `bench_published`, `bench_real` and `bench_random`
@@ -245,6 +247,27 @@ def changes(rows: Sequence[Row]) -> dict[str, list[Change]]:
     return found
 
 
+def page(rows: Sequence[Row], options: Mapping[str, Any]) -> str:
+    """Returns the table with a caption: where the rows come from, and what its columns mean."""
+    solved = [row for row in rows if "without" in row]
+    points, seeds = ({row[field] for row in solved} for field in ("point", "seed"))
+    removed = [
+        f" `{name}` was removed afterwards ({commit} says why)."
+        for name, commit in REMOVED.items()
+        if any(row["without"] == name for row in solved)
+    ]
+
+    return (
+        f"Each technique of `auto` switched off, at commit {options['commit']}: {len(points)} hard "
+        f"points, {len(seeds)} seeds, {options['time_limit_s']:.3g} s per solve, one core each. A "
+        f"technique *helps* at a point if without it the cost is {COST:g} % higher or the gap "
+        f"{GAP:g} points wider, by medians over the seeds, and *harms* if the opposite holds. It "
+        f"*goes* if it helps at fewer than {LEAST_HELPED} points and no other needs it; "
+        f"`docs/architecture.md` names those that stayed nevertheless.{''.join(removed)}\n\n"
+        f"{table(rows)}"
+    )
+
+
 def table(rows: Sequence[Row]) -> str:
     """Returns one line per technique: points helped and harmed, and the largest changes."""
     lines = [
@@ -284,15 +307,14 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    options = {"time_limit_s": asked.seconds, "commit": environment()["commit"]}
-    rows = Rows(asked.output, "ablation", options, is_fresh=False)
+    rows = Rows(asked.output, "ablation", {"time_limit_s": asked.seconds}, is_fresh=False)
     warm_up()
     measured = list(points(asked.folder, asked.instances, rows))
     run = partial(_run, measured, asked.only, asked.seconds, rows, Lock())
     with ThreadPoolExecutor(len(SEEDS)) as threads:
         list(threads.map(run, SEEDS))
 
-    text = table(rows.rows)
+    text = page(rows.rows, rows.options)
     (asked.output / "bench_ablation.md").write_text(text)
     print(text)
 

@@ -9,15 +9,22 @@ run, and the exit status is 1. A complete run without failures writes
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from experiments.browser import installed_browser
 from experiments.command_line import parser_of
+from experiments.environment import environment
 from experiments.figures import RESULTS, write
+from remat.cli.demo import SEED
+from remat.core.files import write_whole
 
 FIGURES = (
     "lecture_chain", "static_memory", "transformer_arithmetic", "reverse_price", "attention",
@@ -48,19 +55,26 @@ class Took:
 def timed(name: str) -> Took:
     """Runs a script and returns the time it took."""
     start, before = time.perf_counter(), os.times()
-    command = (
-        ["remat", "demo", "--output", str(RESULTS / "demo")]
-        if name == "demo"
-        else [f"experiments.{name}"]
-    )
+    where = environment(seed=SEED)  # of the demo; before its run: a commit may follow meanwhile
+    folder = RESULTS / "demo"
+    is_demo = name == "demo"
+    command = ["remat", "demo", "--output", str(folder)] if is_demo else [f"experiments.{name}"]
 
     done = subprocess.run([sys.executable, "-m", *command], check=False)
     after = os.times()
+    if is_demo and done.returncode == 0:
+        add_environment(folder / "demo.json", where)
     cpu_s = (
         after.children_user + after.children_system - before.children_user - before.children_system
     )
 
     return Took(round(time.perf_counter() - start, 1), round(cpu_s, 1), done.returncode == 0)
+
+
+def add_environment(path: Path, where: Mapping[str, Any]) -> None:
+    """Adds where and at which commit a result was made, which `remat demo` itself can't know."""
+    record = {"environment": dict(where), **json.loads(path.read_text())}
+    write_whole(path, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def main() -> int:

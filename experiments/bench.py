@@ -12,8 +12,8 @@ beside every baseline of the field at the same simulated peak), `real_proof` (po
 a minute does not prove to within 1 %, with ten minutes each), `frontier` (20 budgets in the time of
 a few solves), `scale` (time and memory against size, to 100,000 operators).
 
-Each row is written when it is finished, and an interrupted run continues where it stopped;
-`--fresh` makes all rows again.
+Each row is written when it is finished, and an interrupted run continues where it stopped. All rows
+of a file come from one commit; at another commit, or with `--fresh`, they are made again.
 """
 
 from __future__ import annotations

@@ -38,21 +38,25 @@ _LOG = logging.getLogger("bench")
 class Rows:
     """The rows of one set: `FOLDER/bench_NAME.json`, and a CSV of their plain columns.
 
-    Rows may come from different runs: each records its commit, date and processor. The file records
-    the environment of the last run.
+    Rows may come from several runs at one commit: each records its date and processor. The file
+    records the environment of the last run.
+
+    Attributes:
+        options: what all rows were made with: the options given, and the commit.
     """
 
     def __init__(
         self, folder: Path, name: str, options: Mapping[str, Any], *, is_fresh: bool
     ) -> None:
-        """Keeps the rows that were made with the same options, unless `is_fresh`."""
+        """Keeps the rows that were made with the same options at this commit, unless `is_fresh`."""
+        self._environment = environment()  # before the solves: a commit may follow meanwhile
         self._path = folder / f"bench_{name}.json"
-        self._options = dict(options)
+        self.options = {**options, "commit": self._environment["commit"]}
         self.rows: list[Row] = []
 
         if not is_fresh and self._path.is_file():
             kept = json.loads(self._path.read_text())
-            if kept["options"] == self._options:
+            if kept["options"] == self.options:
                 self.rows = kept["rows"]
                 _LOG.info(
                     "%s: %d existing rows are kept (--fresh makes them again)",
@@ -61,12 +65,10 @@ class Rows:
                 )
             else:
                 _LOG.info(
-                    "%s was made with other options (%s) and is made again",
+                    "%s was made with other options or at another commit (%s) and is made again",
                     self._path.name,
                     kept["options"],
                 )
-
-        self._environment = environment()  # before the solves: a commit may follow meanwhile
 
     def row(self, key: Mapping[str, Any], make: Callable[[], Row]) -> Row:
         """Returns the row of `key`; makes and writes it if it does not exist yet."""
@@ -94,7 +96,7 @@ class Rows:
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        environment, options = json.dumps(self._environment), json.dumps(self._options)
+        environment, options = json.dumps(self._environment), json.dumps(self.options)
         head = f'{{"environment": {environment},\n"options": {options},\n"rows": [\n'
         _replace(self._path, head + ",\n".join(json.dumps(row) for row in self.rows) + "\n]}\n")
         self._write_csv(self._path.with_suffix(".csv"))

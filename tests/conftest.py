@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import remat
 from remat.solvers.auto.minimum import minimum
 from remat.solvers.core.compiled import is_ready
 from remat.solvers.search.annealing import anneal
+from remat.tracers import devices, workspace
 from remat.tracers.synthetic import random_layered
 
 os.environ["REMAT_PROGRESS"] = "0"  # tests read stderr; slow stages would add progress lines
@@ -75,3 +77,12 @@ def fresh_torch() -> Iterator[None]:
 def quick_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the search for the schedule that a step in pieces runs until it is planned."""
     monkeypatch.setattr("remat.pieces.captured_piece._PROVISIONAL_S", 0.1)
+
+
+@pytest.fixture
+def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts without measured costs and workspaces, with random numbers from a seed."""
+    monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path)
+    devices._cpu.cache_clear()
+    workspace._store.cache_clear()
+    torch.manual_seed(0)

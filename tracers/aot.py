@@ -234,30 +234,31 @@ class _Reader:
         reads = self._reads(node)
         writes = self.table.add_results(node, fresh.values())
         pinned = self._pinned(node, reads, fresh)
+        index = self._append(self._operator(node, reads, writes, pinned), node)
+        self._find_in_place_forms(index, node)
+
+    def _operator(
+        self, node: fx.Node, reads: tuple[int, ...], writes: tuple[int, ...], pinned: str
+    ) -> Operator:
+        """Returns a node's operator with its cost; one that draws reads a generator's state."""
         cost = self.costs.measure(node)
         workspace_bytes = cost.workspace_bytes
-
         if not pinned and is_random(node):
             reads = (*reads, self._add_generator_state(node))
             workspace_bytes = max(workspace_bytes, self._moving_on_bytes(node))
 
-        index = self._append(
-            Operator(
-                name=node.name,
-                cost_s=cost.cost_s,
-                reads=reads,
-                writes=writes,
-                workspace_bytes=workspace_bytes,
-                phase=phase_of(node),
-                pinned=pinned,
-                target=str(node.target),
-                module=module_of(node),
-                source=source_of(node),
-            ),
-            node,
+        return Operator(
+            name=node.name,
+            cost_s=cost.cost_s,
+            reads=reads,
+            writes=writes,
+            workspace_bytes=workspace_bytes,
+            phase=phase_of(node),
+            pinned=pinned,
+            target=str(node.target),
+            module=module_of(node),
+            source=source_of(node),
         )
-
-        self._find_in_place_forms(index, node)
 
     def _pinned(self, node: fx.Node, reads: Sequence[int], fresh: Iterable[int | None]) -> str:
         """Returns why an operator may not be computed again; empty where it may."""

@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,6 +40,7 @@ LAYERS, WIDTH, HEADS, LENGTH, BATCH = 6, 128, 4, 128, 16
 DROPOUT, LEARNING_RATE, SEED = 0.1, 1e-3, 0
 _RECORDINGS = 3  # of a step's memory; the fastest one is used, since it was disturbed least
 VOCABULARY = 128  # ASCII
+_WAYS = "plain PyTorch", "checkpoint per block", "remat, half", "remat, peak of blocks"
 
 
 class Block(nn.Module):
@@ -129,6 +130,15 @@ class Run:
     timeline: Measurement
 
 
+@dataclass
+class _Trained:
+    """What is noted while a model trains: step times, the last loss, the first gradients."""
+
+    times_s: list[float] = field(default_factory=list)
+    loss: float = 0.0
+    first: list[torch.Tensor] = field(default_factory=list)
+
+
 def run_demo(output: Path, steps: int = 20) -> None:
     """Trains four ways, prints a table, and writes two pictures and the numbers into `output`."""
     output.mkdir(parents=True, exist_ok=True)
@@ -152,13 +162,8 @@ def run_demo(output: Path, steps: int = 20) -> None:
     reports = [report(model) for model in (half, equal)]
 
     with progress("training four ways, one step of each in turn"):
-        ways = [
-            ("plain PyTorch", plain),
-            ("checkpoint per block", blocks),
-            ("remat, half", half),
-            ("remat, peak of blocks", equal),
-        ]
-        runs = _train(ways, steps, device, text)
+        ways = zip(_WAYS, (plain, blocks, half, equal), strict=True)
+        runs = _train(list(ways), steps, device, text)
 
     console.print(_table(runs, budgets))
     for planned in reports:
@@ -267,49 +272,42 @@ def _model(device: str) -> GPT:
 def _train(ways: list[tuple[str, GPT]], steps: int, device: str, text: torch.Tensor) -> list[Run]:
     """Trains all models, one step of each in turn, so that other load affects them equally."""
     optimizers = [torch.optim.AdamW(model.parameters(), LEARNING_RATE) for _, model in ways]
-    times: list[list[float]] = [[] for _ in ways]
-    losses = [0.0 for _ in ways]
-    first: list[list[torch.Tensor]] = [[] for _ in ways]
+    trained = [_Trained() for _ in ways]
     batches = _batches(text, device)
 
     for step in range(steps):
         batch = next(batches)
-        for way, (_, model) in enumerate(ways):
+        for (_, model), one, optimizer in zip(ways, trained, optimizers, strict=True):
             torch.manual_seed(SEED + step)  # the same dropout for all models
             start = time.perf_counter()
-            losses[way] = _step(model, batch, device)
-            times[way].append(time.perf_counter() - start)
+            one.loss = _step(model, batch, device)
+            one.times_s.append(time.perf_counter() - start)
             if step == 0:
-                first[way] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizers[way].step()
+                one.first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
 
-    runs = []
-    for way, (name, model) in enumerate(ways):
-        measured = min(
-            (_measure(model, batch) for _ in range(_RECORDINGS)), key=lambda one: one.times_s[-1]
-        )
+    return [
+        _run(name, model, batch, one, trained[0])
+        for (name, model), one in zip(ways, trained, strict=True)
+    ]
 
-        difference = max(
-            (a - b).abs().max().item() for a, b in zip(first[way], first[0], strict=True)
-        )
-        ratio = statistics.median(
-            mine / plain for mine, plain in zip(times[way], times[0], strict=True)
-        )
-        peak_bytes = _resident_bytes(model, batch) + measured.peak_bytes
 
-        runs.append(
-            Run(
-                name,
-                peak_bytes,
-                statistics.median(times[way]),
-                ratio,
-                losses[way],
-                difference,
-                measured,
-            )
-        )
-
-    return runs
+def _run(name: str, model: GPT, batch: torch.Tensor, trained: _Trained, plain: _Trained) -> Run:
+    """Returns a training's results, compared with the plain one; measures one more step."""
+    measured = min(
+        (_measure(model, batch) for _ in range(_RECORDINGS)), key=lambda one: one.times_s[-1]
+    )
+    pairs = zip(trained.times_s, plain.times_s, strict=True)
+    gradients = zip(trained.first, plain.first, strict=True)
+    return Run(
+        name=name,
+        peak_bytes=_resident_bytes(model, batch) + measured.peak_bytes,
+        step_s=statistics.median(trained.times_s),
+        step_ratio=statistics.median(mine / other for mine, other in pairs),
+        loss=trained.loss,
+        gradient_difference=max((a - b).abs().max().item() for a, b in gradients),
+        timeline=measured,
+    )
 
 
 def _step(model: GPT, batch: torch.Tensor, device: str) -> float:

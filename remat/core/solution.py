@@ -28,6 +28,27 @@ class Status(StrEnum):
     NO_SOLUTION = "no_solution"  # stopped by a limit, or the method's schedules do not fit
 
 
+@dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """What a solver tells of its search, besides the schedule and the bound.
+
+    Attributes:
+        gap: the gap that was requested; a cost within it is optimal.
+        is_free_order: True if first computations may leave the graph's order.
+        minimum_bytes: the smallest budget for which a schedule is known; 0 if it did not look.
+        cut_short: what ended the search before its own limits; empty if nothing did.
+        found_by: the technique that found the schedule; empty if there is only one.
+        proved_by: the technique that proved the bound, or that nothing fits; empty likewise.
+    """
+
+    gap: float = 0.0
+    is_free_order: bool = False
+    minimum_bytes: int = 0
+    cut_short: str = ""
+    found_by: str = ""
+    proved_by: str = ""
+
+
 @dataclass(frozen=True)
 class Solution:
     """The answer of a solver. `cost_s` and `peak_bytes` come from the simulator.
@@ -167,27 +188,23 @@ class Solution:
         lower_bound_s: float,
         solver: str,
         wall_s: float,
-        gap: float = 0.0,
-        minimum_bytes: int = 0,
-        is_free_order: bool = False,
-        cut_short: str = "",
-        found_by: str = "",
-        proved_by: str = "",
+        record: SearchRecord = SearchRecord(),
     ) -> Solution:
         """Returns the solution of a sequence of operators, validated and simulated.
 
-        The status is `OPTIMAL` if the cost is within `gap` of the bound.
+        The status is `OPTIMAL` if the cost is within the requested gap of the bound.
 
         Raises:
             ScheduleError: the sequence is not valid within the budget: the solver has a bug.
         """
         schedule = Schedule.from_steps(graph, list(steps))
+        is_free_order = record.is_free_order
         _check_made(graph, schedule, budget_bytes, solver=solver, is_free_order=is_free_order)
         simulation = simulate(graph, schedule)
 
         # float(): solvers may pass NumPy numbers
         bound_s = float(min(max(lower_bound_s, graph.cost_s), simulation.cost_s))
-        is_optimal = _is_within(simulation.cost_s, bound_s, gap)
+        is_optimal = _is_within(simulation.cost_s, bound_s, record.gap)
 
         return cls(
             status=Status.OPTIMAL if is_optimal else Status.FEASIBLE,
@@ -197,14 +214,14 @@ class Solution:
             cost_s=simulation.cost_s,
             keep_all_cost_s=graph.cost_s,
             lower_bound_s=bound_s,
-            minimum_bytes=minimum_bytes,
+            minimum_bytes=record.minimum_bytes,
             solver=limits.printable(solver),
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
             is_free_order=is_free_order,
-            cut_short="" if is_optimal else cut_short,
-            found_by=found_by,
-            proved_by=proved_by,
+            cut_short="" if is_optimal else record.cut_short,
+            found_by=record.found_by,
+            proved_by=record.proved_by,
         )
 
     @classmethod
@@ -217,9 +234,7 @@ class Solution:
         solver: str,
         wall_s: float,
         lower_bound_s: float = 0.0,
-        minimum_bytes: int = 0,
-        cut_short: str = "",
-        proved_by: str = "",
+        record: SearchRecord = SearchRecord(),
     ) -> Solution:
         """Returns the answer of a solver that found no schedule: proved infeasible, or stopped."""
         return cls(
@@ -230,12 +245,12 @@ class Solution:
             cost_s=0.0,
             keep_all_cost_s=graph.cost_s,
             lower_bound_s=float(max(lower_bound_s, graph.cost_s)),
-            minimum_bytes=minimum_bytes,
+            minimum_bytes=record.minimum_bytes,
             solver=limits.printable(solver),
             wall_s=wall_s,
             fingerprint=graph.fingerprint,
-            cut_short="" if status is Status.INFEASIBLE else cut_short,
-            proved_by=proved_by,
+            cut_short="" if status is Status.INFEASIBLE else record.cut_short,
+            proved_by=record.proved_by,
         )
 
     def save(self, path: str | Path) -> None:

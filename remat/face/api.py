@@ -21,6 +21,7 @@ from remat.face.step_function import PlannedFunction, StepFunction, as_step, pla
 from remat.face.tracing import check_traced, trace_for, trace_kernels, trace_operators
 from remat.face.tracing import trace_step as trace_step
 from remat.look.report import Report
+from remat.pieces.recording import JoinedPlan
 from remat.plan.distributed import planned_part
 from remat.plan.fixed_plan import FixedPlan
 from remat.plan.planner import Options, Plans
@@ -258,24 +259,12 @@ def trace(
     target = device_named(device) if device else None
     if executor == "inductor":
         return trace_kernels(
-            target,
-            model,
-            args,
-            kwargs,
-            costs=costs,
-            autocast=autocast,
-            differentiate=differentiate,
+            target, model, args, kwargs, costs=costs, autocast=autocast, differentiate=differentiate
         )
 
     if target:
         return trace_for(
-            target,
-            model,
-            args,
-            kwargs,
-            costs=costs,
-            autocast=autocast,
-            differentiate=differentiate,
+            target, model, args, kwargs, costs=costs, autocast=autocast, differentiate=differentiate
         )
 
     return trace_operators(model, args, kwargs, costs=costs, differentiate=differentiate)
@@ -362,22 +351,7 @@ def report(model: Callable[..., Any]) -> Report:
         )
 
     if call.piecewise is not None and call.piecewise.plan is not None:
-        plan = call.piecewise.plan
-        breaks = tuple(call.piecewise.breaks)
-
-        return Report(
-            plan.step.graph,
-            plan.solution,
-            plan.meter.peak_bytes,
-            call.captured_s,
-            breaks,
-            len(plan.step.runs),
-            plan.unplanned_bytes,
-            call.plan.room_of(plan.solution),
-            plan.meter.cuda_peaks,
-            kernels_peak_bytes=plan.kernels_peak_bytes,
-            executor=call.executor.text(),
-        )
+        return _report_in_pieces(call, tuple(call.piecewise.breaks), call.piecewise.plan)
 
     if not call.pieces:
         raise TraceError(
@@ -395,5 +369,21 @@ def report(model: Callable[..., Any]) -> Report:
         outside_bytes=call.outside.held_bytes,
         whole_peak_bytes=last.meter.whole.peak_bytes if last.meter.whole else None,
         kernels_peak_bytes=last.kernels_peak_bytes,
+        executor=call.executor.text(),
+    )
+
+
+def _report_in_pieces(call: PlannedCall, breaks: tuple[str, ...], plan: JoinedPlan) -> Report:
+    return Report(
+        plan.step.graph,
+        plan.solution,
+        plan.meter.peak_bytes,
+        call.captured_s,
+        breaks,
+        len(plan.step.runs),
+        plan.unplanned_bytes,
+        call.plan.room_of(plan.solution),
+        plan.meter.cuda_peaks,
+        kernels_peak_bytes=plan.kernels_peak_bytes,
         executor=call.executor.text(),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from remat.core.errors import RematError, TraceError
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 from remat.pieces.break_messages import OUT_OF_THE_PIECES
-from remat.run.capture import GraphBreak, Step, make_backend, needs_gradient
+from remat.run.capture import GraphBreak, Step, make_backend
 from remat.run.cuda_graphs import only_known_steps
 from remat.run.idle_hooks import IdleHooks
 from remat.run.module_device import device_type
@@ -227,8 +227,15 @@ def check_module(module: nn.Module, args: Any, kwargs: Any) -> None:
 
     if any(tensor.is_nested for tensor in tensors_in(args, kwargs)):
         raise TraceError(nested_is_refused("an argument"))
-    if not needs_gradient(module, tensors_in(args, kwargs)):
+    if not _needs_gradient(module, tensors_in(args, kwargs)):
         raise TraceError(nothing_to_differentiate(module))
+
+
+def _needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
+    """True where a parameter or an input requires a gradient."""
+    return any(p.requires_grad for p in module.parameters()) or any(
+        t.requires_grad for t in tensors
+    )
 
 
 def nothing_to_differentiate(module: nn.Module) -> str:
@@ -275,19 +282,7 @@ def run_compiled(
             raise cause from None
 
         if is_graph_break(error):
-            why, place = failure_text(error)
-            if not is_whole:
-                hint = f". {OUT_OF_THE_PIECES}" if is_compilers_own(error) else ""
-                raise TraceError(
-                    f"torch.compile fails on this step, whole and in pieces: {why}{place}{hint}"
-                ) from None
-
-            raise GraphBreak(
-                f"torch.compile can't capture this step as one graph: {why}{place}\n"
-                "Rewrite that line, or move it out of the forward; TORCH_LOGS=graph_breaks shows "
-                "the place.",
-                why.split("\n")[0] + place,
-            ) from None
+            raise _uncapturable(error, is_whole=is_whole) from None
 
         # the backend failed: AOTAutograd could not trace the step, or it could not be planned
         if cause is not error:
@@ -295,3 +290,20 @@ def run_compiled(
                 f"this step can't be traced and planned: {type(cause).__name__}: {cause}"
             ) from error
         raise
+
+
+def _uncapturable(error: Exception, *, is_whole: bool) -> TraceError:
+    """Returns the error for a step that torch.compile can't capture as one graph, or at all."""
+    why, place = failure_text(error)
+    if not is_whole:
+        hint = f". {OUT_OF_THE_PIECES}" if is_compilers_own(error) else ""
+        return TraceError(
+            f"torch.compile fails on this step, whole and in pieces: {why}{place}{hint}"
+        )
+
+    return GraphBreak(
+        f"torch.compile can't capture this step as one graph: {why}{place}\n"
+        "Rewrite that line, or move it out of the forward; TORCH_LOGS=graph_breaks shows "
+        "the place.",
+        why.split("\n")[0] + place,
+    )

@@ -38,27 +38,9 @@ def backend(
     `is_accumulating`, since the backend is called before they exist.
     """
     options = Options(**{"budget": None, **(kwargs.get("options") or {})})
-    if bucket_bytes() and is_ddp_optimizer_on():
-        raise TraceError(
-            "inside of DistributedDataParallel torch.compile cuts the graph at the borders of "
-            "DDP's buckets, and this backend plans one graph at a time; set "
-            "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
-        )
-
-    reason = compile_reason(module)
-    if reason is not None and reason.graph_break:
-        raise TraceError(
-            f"the step has a graph break ({reason.reason}), and this backend plans one graph at "
-            "a time; remat.checkpoint plans the pieces together"
-        )
+    _refuse_other_graphs(module)
 
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if any(map(_has_changing_shape, module.graph.find_nodes(op="placeholder"))):
-        raise TraceError(
-            "the shape of an input changed, and torch.compile then makes one graph for all shapes, "
-            "but each shape needs its own plan; compile with dynamic=False, or use remat.checkpoint"
-        )
-
     plans, kind = Plans(options), device_type_of(tensors, _NAME)
     refuse_other_gpu(tensors, _NAME)
     plans.look_at_card(kind, lambda: there_bytes(module, tensors, kind))
@@ -82,6 +64,29 @@ def backend(
     )
     compiled: Callable[..., Any] = inner(module, example_inputs)
     return compiled if options.is_accumulating else _noticing_gradients(compiled)
+
+
+def _refuse_other_graphs(module: fx.GraphModule) -> None:
+    """Refuses a graph that is only a part of a step, or that stands for several shapes."""
+    if bucket_bytes() and is_ddp_optimizer_on():
+        raise TraceError(
+            "inside of DistributedDataParallel torch.compile cuts the graph at the borders of "
+            "DDP's buckets, and this backend plans one graph at a time; set "
+            "torch._dynamo.config.optimize_ddp = False, or use remat.checkpoint"
+        )
+
+    reason = compile_reason(module)
+    if reason is not None and reason.graph_break:
+        raise TraceError(
+            f"the step has a graph break ({reason.reason}), and this backend plans one graph at "
+            "a time; remat.checkpoint plans the pieces together"
+        )
+
+    if any(map(_has_changing_shape, module.graph.find_nodes(op="placeholder"))):
+        raise TraceError(
+            "the shape of an input changed, and torch.compile then makes one graph for all shapes, "
+            "but each shape needs its own plan; compile with dynamic=False, or use remat.checkpoint"
+        )
 
 
 def _has_changing_shape(given: fx.Node) -> bool:

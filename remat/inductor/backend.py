@@ -77,23 +77,9 @@ def make_inductor_backend(
         refuse_lost_updates(module)
         refuse_taken_settings()
         refuse_unplannable(module)
-        inference = are_inference(example_inputs)
+        read = _reader(costs, model_bytes, are_inference(example_inputs))
         plain = PlainForward(module, example_inputs) if plain_steps else None
         with_refusals = refusals_of_outputs(module, differentiate)
-
-        def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
-            check_joint(joint, inference)
-            share_paddings(joint)
-            store_masks_as_bytes(joint)
-            return fuse(
-                read_joint(
-                    joint,
-                    num_forward_outputs,
-                    costs,
-                    static_inputs=tuple(static or ()),
-                    model_bytes=model_bytes(),
-                )
-            )
 
         workspace_of = costs.workspace_of
         compilation = _within_budget(
@@ -124,6 +110,26 @@ def _with_kernels(planned: PlannedStep, compilation: _Compilation) -> PlannedSte
 
 
 Read = Callable[[fx.GraphModule, int, Any], FusedStep]
+
+
+def _reader(costs: CostModel, model_bytes: Callable[[], int], inference: Sequence[bool]) -> Read:
+    """Returns what reads a joint graph as a step of kernels; `inference`: see `check_joint`."""
+
+    def read(joint: fx.GraphModule, num_forward_outputs: int, static: Any) -> FusedStep:
+        check_joint(joint, inference)
+        share_paddings(joint)
+        store_masks_as_bytes(joint)
+        return fuse(
+            read_joint(
+                joint,
+                num_forward_outputs,
+                costs,
+                static_inputs=tuple(static or ()),
+                model_bytes=model_bytes(),
+            )
+        )
+
+    return read
 
 
 def _within_budget(
@@ -158,28 +164,40 @@ def _within_budget(
             attempts.refused(error)
             continue
 
-        planned, peak_bytes = compilation.planned, compilation.peak_bytes
-        if planned is not None and peak_bytes is not None:
-            budget_bytes = planned.solution.budget_bytes + room_bytes
-            if peak_bytes > budget_bytes:
-                attempts.held_too_much(
-                    planned.graph,
-                    planned.solution,
-                    peak_bytes,
-                    room=room_of(planned.solution) if room_of else None,
-                    may_keep_layouts=_may_copy_layouts(planned.step),
-                )
-                continue
-        elif attempts.refusal:
-            raise attempts.refusal
-        elif planned is not None:
-            _LOG.warning(
-                "what the kernels of this step hold is not known before they run; the first step "
-                "is measured"
-            )
+        if _is_kept(compilation, attempts, room_of):
+            compilation.wait()
+            return compilation
 
-        compilation.wait()
-        return compilation
+
+def _is_kept(
+    compilation: _Compilation, attempts: Attempts, room_of: Callable[[Solution], Room] | None
+) -> bool:
+    """Says whether a step's kernels fit the budget, as far as it is known; notes those that don't.
+
+    Raises:
+        BudgetError: it is not known, and an earlier attempt was refused.
+    """
+    planned, peak_bytes = compilation.planned, compilation.peak_bytes
+    if planned is not None and peak_bytes is not None:
+        if peak_bytes <= planned.solution.budget_bytes + compilation.room_bytes:
+            return True
+        attempts.held_too_much(
+            planned.graph,
+            planned.solution,
+            peak_bytes,
+            room=room_of(planned.solution) if room_of else None,
+            may_keep_layouts=_may_copy_layouts(planned.step),
+        )
+        return False
+
+    if attempts.refusal:
+        raise attempts.refusal
+    if planned is not None:
+        _LOG.warning(
+            "what the kernels of this step hold is not known before they run; the first step "
+            "is measured"
+        )
+    return True
 
 
 def _may_copy_layouts(step: TracedStep) -> bool:

@@ -89,16 +89,11 @@ class CompiledHalves:
         is_resident = [name in self._resident for name in names]
         half = "backward" if is_backward else "forward"
 
-        kernels = KernelPlan(
-            self.limits_bytes[is_backward]
-            - (self._held_beside(names, inputs, is_resident) if is_backward else 0),
-            frozenset(self._resident),
-            device,
-            self.workspace_of,
-        )
-        options = compile_options(
-            keeps_layouts=self.keeps_layouts, pads_products=pads_products(graph.graph)
-        )
+        beside_bytes = self._held_beside(names, inputs, is_resident) if is_backward else 0
+        limit_bytes = self.limits_bytes[is_backward] - beside_bytes
+        kernels = KernelPlan(limit_bytes, frozenset(self._resident), device, self.workspace_of)
+        padding = pads_products(graph.graph)
+        options = compile_options(keeps_layouts=self.keeps_layouts, pads_products=padding)
 
         writing = stage(f"writing the kernels of the {half}")
         with _refusing(), writing, kernels_later(), kernels.followed(), options:
@@ -114,12 +109,8 @@ class CompiledHalves:
                     module, inputs, device, is_resident, num_returned, self.workspace_of, shared
                 )
             self.memory[is_backward] = memory
-            if not is_backward:  # a saved input may be a copy in another layout
-                stays = list(map(operator.or_, memory.is_input, memory.is_returned))
-                self._resident -= set(self._saved)
-                self._resident.update(compress(self._saved, stays[num_returned:]))
-                places = zip(self._saved, memory.shared[num_returned:], strict=True)
-                self._shared = {name: where for name, where in places if where}
+            if not is_backward:
+                self._note_saved(memory, num_returned)
 
             self._modules.append(module)
             if self._is_within_limit(is_backward):
@@ -132,6 +123,17 @@ class CompiledHalves:
                 self._resident.update(self._saved)
 
         return compiled
+
+    def _note_saved(self, memory: HalfMemory, num_returned: int) -> None:
+        """Notes which saved tensors exist throughout, and which share memory, by the dry run.
+
+        A saved input may be a copy in another layout.
+        """
+        stays = list(map(operator.or_, memory.is_input, memory.is_returned))
+        self._resident -= set(self._saved)
+        self._resident.update(compress(self._saved, stays[num_returned:]))
+        places = zip(self._saved, memory.shared[num_returned:], strict=True)
+        self._shared = {name: where for name, where in places if where}
 
     def wait(self) -> None:
         """Waits until all kernels are compiled; otherwise a kernel's first call waits for it.

@@ -69,6 +69,15 @@ class Excess(NamedTuple):
     between: int
     backward: int
 
+    @classmethod
+    def of(cls, kernels: CompiledHalves, planned: tuple[int, int], end_bytes: int) -> Excess | None:
+        """Returns the excess over a plan's peaks and its end; None where it is not known."""
+        held = kernels.peaks_bytes
+        if held is None:
+            return None
+        between = max(0, kernels.memory[False].end_bytes - end_bytes)
+        return cls(held[0] - planned[0], between, held[1] - planned[1])
+
 
 class FusedPiece(Piece):
     """A piece whose operators are kernels."""
@@ -111,20 +120,11 @@ class FusedPiece(Piece):
             return super().compiled(copied, schedule)
 
         fused, halves = self.step(copied), self.split(copied, schedule)
-        resident_bytes, mark = fused.graph.resident_bytes, schedule.num_forward_steps
-        bytes_at = simulate(fused.graph, schedule).bytes_at - resident_bytes
-        planned = [int(max(half, default=0)) for half in (bytes_at[:mark], bytes_at[mark:])]
-        kernels = CompiledHalves(
-            fused.step, halves, (planned[0], planned[1]), self.costs.workspace_of
-        )
+        planned = _planned_bytes(fused.graph, schedule)
+        kernels = CompiledHalves(fused.step, halves, planned, self.costs.workspace_of)
 
         forward, backward = halves.forward, halves.backward
-        num_forward = self.num_forward
-        forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(num_forward))
-        gradients: Any = backward.graph.output_node().args[0]
-        backward.graph.output_node().meta["user_visible_output_idxs"] = [
-            place for place, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)
-        ]
+        _mark_visible(forward, backward, self.num_forward)
         inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
         # the forward that is planned may run under autocast
         with reporting_strides(inputs) as strides, without_autocast():
@@ -132,22 +132,15 @@ class FusedPiece(Piece):
 
         given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
         # the forward returns the numbers last, the backward takes them first
-        saved = strides[num_forward : len(strides) - self.num_numbers]
+        saved = strides[self.num_forward : len(strides) - self.num_numbers]
         for place, stride in enumerate(saved, start=self.num_numbers):
             if stride is not None:
                 given[place] = given[place].as_strided(given[place].shape, stride)
         with without_autocast():
             run_backward = kernels.compile(backward, given, is_backward=True)
 
-        held = kernels.peaks_bytes
-        self.excess_bytes.append(
-            held
-            and Excess(
-                held[0] - planned[0],
-                max(0, kernels.memory[False].end_bytes - _end_bytes(fused.graph, schedule)),
-                held[1] - planned[1],
-            )
-        )
+        end_bytes = _end_bytes(fused.graph, schedule)
+        self.excess_bytes.append(Excess.of(kernels, planned, end_bytes))
 
         def when_compiled(run: BoxedFunction, args: list[Any]) -> Any:
             kernels.wait()
@@ -156,6 +149,22 @@ class FusedPiece(Piece):
         return boxed(partial(when_compiled, run_forward)), self.tangents.with_zeros(
             partial(when_compiled, run_backward)
         )
+
+
+def _planned_bytes(graph: Graph, schedule: Schedule) -> tuple[int, int]:
+    """Returns the plan's peaks in forward and backward, without what exists throughout."""
+    bytes_at = simulate(graph, schedule).bytes_at - graph.resident_bytes
+    mark = schedule.num_forward_steps
+    return int(max(bytes_at[:mark], default=0)), int(max(bytes_at[mark:], default=0))
+
+
+def _mark_visible(forward: fx.GraphModule, backward: fx.GraphModule, num_forward: int) -> None:
+    """Tells Inductor which results the user sees, whose layouts it has to keep."""
+    forward.graph.output_node().meta["user_visible_output_idxs"] = list(range(num_forward))
+    gradients: Any = backward.graph.output_node().args[0]
+    backward.graph.output_node().meta["user_visible_output_idxs"] = [
+        place for place, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)
+    ]
 
 
 def _end_bytes(graph: Graph, schedule: Schedule) -> int:

@@ -98,27 +98,18 @@ def _values_not_inlined(
             found.append(node)
             continue
 
-        sources = frozenset[fx.Node]().union(
-            *(made_from[storages.maker[source]] for source in node.all_input_nodes)
-        )
+        makers = map(storages.maker.__getitem__, node.all_input_nodes)
+        sources = frozenset[fx.Node]().union(*map(made_from.__getitem__, makers))
         if len(users) > 1 and len(sources) > _MOST_READ:
             continue  # Inductor stores it
         if isinstance(node.meta.get("val"), tuple) or is_in_loop_of_mask(node):
             made_from[node] = sources  # each of its results is stored or not
             continue
-
         first = storages.first(node)
         last = max(map(storages.place.__getitem__, users), default=first)
-        longer = [
-            source
-            for source in sources
-            if last_use.get(source, 0) < last and source.name not in resident
-        ]
-
-        inlined = held_bytes.copy()
-        inlined[first : last + 1] -= _size_bytes(node)
-        for source in longer:
-            inlined[last_use.get(source, 0) + 1 : last + 1] += _size_bytes(source)
+        ends = {x: last_use.get(x, 0) for x in sources if x.name not in resident}
+        longer = {source: end for source, end in ends.items() if end < last}
+        inlined = _held_if_inlined(node, slice(first, last + 1), longer, held_bytes)
 
         is_larger = sum(map(_size_bytes, longer)) > _size_bytes(node)
         if is_larger and inlined[first : last + 1].max() > limit_bytes:
@@ -127,6 +118,24 @@ def _values_not_inlined(
             made_from[node], held_bytes = sources, inlined
             last_use |= dict.fromkeys(longer, last)
     return found, held_bytes, last_use
+
+
+def _held_if_inlined(
+    node: fx.Node, life: slice, longer: dict[fx.Node, int], held_bytes: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Returns the bytes held at each place if a value is inlined.
+
+    Args:
+        node: its operator.
+        life: the places from its computation to its last use.
+        longer: the sources that then live to its last use, with the places of their own last uses.
+        held_bytes: at each place, if it is stored.
+    """
+    inlined = held_bytes.copy()
+    inlined[life] -= _size_bytes(node)
+    for source, last in longer.items():
+        inlined[last + 1 : life.stop] += _size_bytes(source)
+    return inlined
 
 
 class _Storages:

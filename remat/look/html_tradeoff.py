@@ -12,10 +12,10 @@ from bokeh.models.ranges import Range1d
 from bokeh.models.sources import ColumnDataSource
 from bokeh.models.tools import HoverTool
 
-from remat.core.solution import Solution, Status
+from remat.core.solution import Solution
 from remat.core.units import Scale, Units
 from remat.look.html_style import FONT, add_legend, new_chart, quiet_axis
-from remat.look.labels import bound_source
+from remat.look.labels import bound_source, largest_infeasible
 from remat.look.plot_style import BLUE, GREEN, GREY, RED
 
 
@@ -24,10 +24,7 @@ def tradeoff_chart(
 ) -> Any:
     """Returns overhead against memory: solutions, the proved bound, and the chosen plan."""
     solved = sorted((s for s in solutions if s.is_solved), key=lambda s: (s.peak_bytes, -s.cost_s))
-    impossible = max(
-        (s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE), default=0
-    )
-
+    impossible = largest_infeasible(solutions)
     right = max([1, keep_all_bytes, *(s.budget_bytes for s in solved)])
     left = min([s.peak_bytes for s in solved] + ([impossible] if impossible else []) or [0])
     scale = Scale.for_largest(right, units.size)
@@ -46,25 +43,28 @@ def tradeoff_chart(
     if chosen is not None and chosen.is_solved:
         _mark_plan(chart, chosen, scale, units)
 
+    overheads, factor = [s.overhead for s in solved], scale.factor
     if impossible:
-        top = 100 * max((s.overhead for s in solved), default=1.0)
-        edge = [impossible / scale.factor] * 2
-        area = chart.harea([0, 0], edge, [0, top], color=RED, alpha=0.1)
+        area = _draw_impossible(chart, impossible / factor, max(overheads, default=1.0))
         lines["proved: no schedule fits"] = [area]
 
-    top = 108 * max([0.01, *(s.overhead for s in solved)])
-    edge = [keep_all_bytes / scale.factor] * 2
+    edge, top = [keep_all_bytes / factor] * 2, 108 * max([0.01, *overheads])
     line = chart.line(edge, [0, top], color=GREY, line_dash="dotted", line_width=2)
     lines[f"keeping everything: {units.size_text(keep_all_bytes)}"] = [line]
 
     add_legend(chart, lines)
 
+    width = right - left
     chart.x_range = Range1d(
-        start=(left - 0.05 * (right - left)) / scale.factor,
-        end=(right + 0.04 * (right - left)) / scale.factor,
+        start=(left - 0.05 * width) / factor, end=(right + 0.04 * width) / factor
     )
-    _add_percent_axis(chart, 100 * scale.factor / max(1, keep_all_bytes))
+    _add_percent_axis(chart, 100 * factor / max(1, keep_all_bytes))
     return chart
+
+
+def _draw_impossible(chart: Any, end: float, overhead: float) -> Any:
+    """Returns the area of memory, up to `end`, in which no schedule fits."""
+    return chart.harea([0, 0], [end] * 2, [0, 100 * overhead], color=RED, alpha=0.1)
 
 
 def _add_percent_axis(chart: Any, percent: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from remat.core.solution import Solution
+from remat.core.solution import Solution, Status
 
 _SOURCE = re.compile(r"([^:]*):([0-9]{1,9}):?\s*(.*)", re.DOTALL)
 SOURCE_WIDTH = 12  # columns for file and line
@@ -14,6 +14,12 @@ SOURCE_WIDTH = 12  # columns for file and line
 def bound_source(solutions: Sequence[Solution]) -> str:
     """Returns `proved`, or `stated by the file` if that is true of any of these bounds."""
     return next((s.bound_source for s in solutions if s.is_bound_stated), "proved")
+
+
+def largest_infeasible(solutions: Sequence[Solution]) -> int:
+    """Returns the largest budget in bytes that was proved infeasible; 0 without any."""
+    infeasible = (s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE)
+    return max(infeasible, default=0)
 
 
 def short_target(target: str) -> str:

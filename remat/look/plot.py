@@ -27,9 +27,9 @@ from numpy.typing import ArrayLike, NDArray
 from remat.core.files import write_whole
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Solution, Status
+from remat.core.solution import Solution
 from remat.core.units import Scale, Units
-from remat.look.labels import bound_source
+from remat.look.labels import bound_source, largest_infeasible
 from remat.look.plot_schedule import plot_schedule
 from remat.look.plot_style import (
     BLUE,
@@ -129,18 +129,7 @@ def plot_memory(
         y_label=y_scale.label("memory", units.size),
     )
 
-    colours = _timeline_colours(len(timelines))
-    for index, (timeline, colour) in enumerate(zip(timelines, colours, strict=True)):
-        _draw_timeline(axes, timeline, colour, units, is_last=index == len(timelines) - 1)
-
-    ends = [
-        (t.forward_end, colour)
-        for t, colour in zip(timelines, colours, strict=True)
-        if t.forward_end is not None
-    ]
-    if ends:
-        mark_forward_end(axes, *ends[-1])
-
+    _draw_timelines(axes, timelines, units)
     _draw_resident(axes, max((t.resident_bytes for t in timelines), default=0), top)
     if budget_bytes is not None:
         label_line(axes, budget_bytes, f"budget {units.size_text(budget_bytes)}", RED)
@@ -152,6 +141,21 @@ def plot_memory(
 
     legend(figure, axes)
     return figure
+
+
+def _draw_timelines(axes: Axes, timelines: Sequence[Timeline], units: Units) -> None:
+    """Draws all timelines, and where the forward of the last one ends that says so."""
+    colours = _timeline_colours(len(timelines))
+    for index, (timeline, colour) in enumerate(zip(timelines, colours, strict=True)):
+        _draw_timeline(axes, timeline, colour, units, is_last=index == len(timelines) - 1)
+
+    ends = [
+        (t.forward_end, colour)
+        for t, colour in zip(timelines, colours, strict=True)
+        if t.forward_end is not None
+    ]
+    if ends:
+        mark_forward_end(axes, *ends[-1])
 
 
 def _timeline_colours(count: int) -> Sequence[str]:
@@ -229,39 +233,36 @@ def plot_tradeoff(
     figure = new_figure(title)
     axes = figure.subplots()
 
-    known = [s.peak_bytes for s in solved] + [
-        s.peak_bytes for group in (others or {}).values() for s in group if s.is_solved
-    ]
+    of_others = [s for group in (others or {}).values() for s in group if s.is_solved]
+    known = [s.peak_bytes for s in (*solved, *of_others)]
     right = max([1, *known, *(s.budget_bytes for s in solved), keep_all_bytes or 0])
     scale = Scale.for_largest(right, units.size)
 
-    quiet(
-        axes,
-        x_label=scale.label("memory of the whole step", units.size),
-        y_label="extra compute over keeping everything (%)",
-        grid="both",
-    )
+    memory, extra = "memory of the whole step", "extra compute over keeping everything (%)"
+    quiet(axes, x_label=scale.label(memory, units.size), y_label=extra, grid="both")
 
     if solved:
         _draw_frontier(axes, solved, right)
     _draw_others(axes, others or {})
 
-    impossible = max(
-        (s.budget_bytes for s in solutions if s.status is Status.INFEASIBLE), default=0
-    )
+    impossible = largest_infeasible(solutions)
     left = min([*known, impossible] if impossible else known, default=0)
     axes.set_xlim(left - 0.06 * (right - left), right + 0.03 * (right - left))
     axes.set_ylim(bottom=-0.04 * axes.get_ylim()[1])
 
     if impossible:
-        label = "proved: no schedule fits"
-        axes.axvspan(0, impossible, facecolor=RED, alpha=0.1, linewidth=0, label=label)
+        _draw_impossible(axes, impossible)
     if keep_all_bytes:
         _mark_keep_all(axes, keep_all_bytes, units)
 
     scale_axis(axes, "x", scale)
     legend(figure, axes)
     return figure
+
+
+def _draw_impossible(axes: Axes, end_bytes: int) -> None:
+    label = "proved: no schedule fits"
+    axes.axvspan(0, end_bytes, facecolor=RED, alpha=0.1, linewidth=0, label=label)
 
 
 def _draw_others(axes: Axes, others: Mapping[str, Sequence[Solution]]) -> None:
@@ -298,14 +299,7 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         np.minimum.accumulate([100 * s.overhead for s in solved]),
     )
 
-    by_budget = sorted(solved, key=lambda s: s.budget_bytes)
-    budget = [s.budget_bytes for s in by_budget]
-    least = [
-        100 * (s.lower_bound_s / s.keep_all_cost_s - 1) if s.keep_all_cost_s else 0.0
-        for s in by_budget
-    ]
-    least = list(np.maximum.accumulate(least[::-1])[::-1])
-
+    budget, least = _bounds_by_budget(solved)
     edges = np.unique([*peak, *budget, right])
     found = [overhead[np.searchsorted(peak, at, side="right") - 1] for at in edges[:-1]]
     # nothing is proved for memory above the largest budget
@@ -334,6 +328,17 @@ def _draw_frontier(axes: Axes, solved: Sequence[Solution], right: int) -> None:
         linestyle=(0, (4, 2)),
         label=f"{bound_source(solved)}: less is impossible",
     )
+
+
+def _bounds_by_budget(solved: Sequence[Solution]) -> tuple[list[int], list[float]]:
+    """Returns the budgets in order, and the overhead in percent that is proved up to each."""
+    by_budget = sorted(solved, key=lambda s: s.budget_bytes)
+    budget = [s.budget_bytes for s in by_budget]
+    least = [
+        100 * (s.lower_bound_s / s.keep_all_cost_s - 1) if s.keep_all_cost_s else 0.0
+        for s in by_budget
+    ]
+    return budget, list(np.maximum.accumulate(least[::-1])[::-1])
 
 
 def draw(graph: Graph, solutions: Sequence[tuple[str, Solution]], picture: str, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -223,30 +223,31 @@ class Report:
                     _group_table("computed again in the backward", self.recomputed_groups())
                 )
 
-            if self.breaks:
-                console.print(
-                    f"{self.num_pieces} compiled pieces share the budget; torch.compile cut the "
-                    "step at"
-                )
-                for place in self.breaks:
-                    console.print(f"- {place}", markup=False)
-
-            if self.unplanned_bytes:
-                console.print(
-                    f"{describe_bytes(self.unplanned_bytes)} are held between the pieces; the "
-                    "plan leaves room for them"
-                )
-
-            if self.cuda_peaks and self.cuda_peaks.advice():
-                console.print(self.cuda_peaks.advice())
-
-            for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
-                console.print(
-                    f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}",
-                    markup=False,
-                )
+            for note in self._notes():
+                console.print(note, markup=False)
 
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _notes(self) -> Iterator[str]:
+        """Yields what stands below the tables."""
+        if self.breaks:
+            yield (
+                f"{self.num_pieces} compiled pieces share the budget; torch.compile cut the step at"
+            )
+            for place in self.breaks:
+                yield f"- {place}"
+
+        if self.unplanned_bytes:
+            yield (
+                f"{describe_bytes(self.unplanned_bytes)} are held between the pieces; the plan "
+                "leaves room for them"
+            )
+
+        if self.cuda_peaks and self.cuda_peaks.advice():
+            yield self.cuda_peaks.advice()
+
+        for reason, count in sorted(self.pinned.items(), key=lambda item: -item[1]):
+            yield f"{count} operator{'s' if count > 1 else ''} never computed again: {reason}"
 
     def _budget_rows(self) -> list[tuple[str, str]]:
         left = describe_bytes(self.solution.budget_bytes)

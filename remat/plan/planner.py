@@ -21,10 +21,9 @@ from remat.core.graph import Graph
 from remat.core.operators import ValueKind
 from remat.core.room import Room
 from remat.core.schedule import keep_all_peak
-from remat.core.solution import Solution, Status
-from remat.core.validate import validate
+from remat.core.solution import Solution
 from remat.plan.card import budget_of_card, check_has_card, library_bytes
-from remat.plan.digests import computation_of, structure_of
+from remat.plan.digests import computation_of
 from remat.plan.disk_cache import PlanCache, plans_path
 from remat.plan.distributed import (
     are_gradients_in_buckets,
@@ -32,6 +31,7 @@ from remat.plan.distributed import (
     is_distributed,
     solve_once,
 )
+from remat.plan.earlier import Earlier, cheapest_fitting
 from remat.plan.solving import new_solver, solve_in
 from remat.run.capture import Step
 from remat.run.other_outputs import check_differentiate
@@ -41,10 +41,6 @@ from remat.solvers.core.compiled import IS_COMPILED
 from remat.tracers.costs import CostModel
 
 _LOG = logging.getLogger(__name__)
-_ELSEWHERE = ", for another shape"
-# of the time limit, if the plan of another shape already fits the step, or if the same step was
-# planned before and has to hold less
-_SHARE_OF_TIME = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,25 +88,6 @@ class Options:
         check_on_unsupported(self.on_unsupported)
         check_differentiate(self.differentiate)
         new_solver(self.solver, time_limit_s=self.time_limit_s, gap=self.gap)
-
-
-@dataclass(frozen=True)
-class _Earlier:
-    """Plans that were made before, and are of use to a step.
-
-    Attributes:
-        fitting: the cheapest plan, of another shape or budget, whose schedule fits the step.
-        near: plans of the same step for other budgets, made because its kernels or pieces held more
-            than planned; the solver starts from them.
-    """
-
-    fitting: Solution | None = None
-    near: tuple[Solution, ...] = ()
-
-    @property
-    def share_of_time(self) -> float:
-        """The part of the time limit that the solver gets."""
-        return _SHARE_OF_TIME if self.fitting or self.near else 1.0
 
 
 class Plans:
@@ -247,23 +224,31 @@ class Plans:
         asked = self.options.budget
         assert asked is not None or self._card_bytes, "the GPU is looked at before a capture"
 
-        return Room(
-            asked,
+        budget_bytes = (
             self._card_bytes
             if asked is None
-            else parse_budget(asked, keep_all_bytes=self._keep_all_bytes),
-            self._keep_all_bytes,
-            gradient_bytes,
-            self.options.reserve_bytes,
-            bucket_bytes(),
-            unplanned_bytes + gap_bytes,
-            self._library_bytes,
+            else parse_budget(asked, keep_all_bytes=self._keep_all_bytes)
+        )
+        return Room(
+            asked=asked,
+            budget_bytes=budget_bytes,
+            keep_all_bytes=self._keep_all_bytes,
+            gradient_bytes=gradient_bytes,
+            reserve_bytes=self.options.reserve_bytes,
+            bucket_bytes=bucket_bytes(),
+            gap_bytes=unplanned_bytes + gap_bytes,
+            library_bytes=self._library_bytes,
         )
 
     def _solve(self, graph: Graph, room: Room, computation: str) -> tuple[Solution, Room]:
         """Returns the plan of the largest shape, if declared, or else the ranks' common plan.
 
         If there is neither, it returns the first micro-step's plan, if that may be used.
+
+        The ranks, the disk and the solver are no list of sources to try in turn: each one gets the
+        next as a function, calls it or not, and keeps its answer. The ranks first agree which of
+        them looks (`solve_once`), and send its answer to the others; that rank reads the disk,
+        and writes there what the solver finds (`PlanCache.get_or_solve`).
         """
         earlier = self._earlier(graph, room, computation)
         if earlier.fitting and self._has_largest:
@@ -277,7 +262,7 @@ class Plans:
                 raise
             return first
 
-    def _of_all_ranks(self, graph: Graph, room: Room, earlier: _Earlier) -> Solution:
+    def _of_all_ranks(self, graph: Graph, room: Room, earlier: Earlier) -> Solution:
         """Returns the plan that one rank finds, in the cache or by a solver, for all of them."""
         options = self.options
         # without the share of time: ranks with and without earlier plans share an answer
@@ -288,7 +273,7 @@ class Plans:
         look = partial(self._of_the_cache, graph, room, earlier, asked)
         return solve_once(graph, asked, look, time_limit_s=options.time_limit_s)
 
-    def _of_the_cache(self, graph: Graph, room: Room, earlier: _Earlier, asked: str) -> Solution:
+    def _of_the_cache(self, graph: Graph, room: Room, earlier: Earlier, asked: str) -> Solution:
         time_limit_s = self.options.time_limit_s * earlier.share_of_time
         solve = partial(self._of_a_solver, graph, room, earlier, time_limit_s)
         if self._cache is None:
@@ -298,10 +283,9 @@ class Plans:
         return self._cache.get_or_solve(graph, room.plan_bytes, how, solve)
 
     def _of_a_solver(
-        self, graph: Graph, room: Room, earlier: _Earlier, time_limit_s: float
+        self, graph: Graph, room: Room, earlier: Earlier, time_limit_s: float
     ) -> Solution:
         """Returns the solver's schedule, or the fitting one if that is cheaper or the only one."""
-        fitting = earlier.fitting
         try:
             solved = solve_in(
                 room,
@@ -312,10 +296,10 @@ class Plans:
                 near=earlier.near,
             )
         except BudgetError:
-            if fitting is None:
+            if earlier.fitting is None:
                 raise
-            return fitting
-        return _better(solved, fitting) if fitting else solved
+            return earlier.fitting
+        return earlier.or_cheaper(solved)
 
     def _before_gradients(self, room: Room, computation: str) -> tuple[Solution, Room] | None:
         """Returns the first micro-step's plan, if gradients accumulate without `is_accumulating`.
@@ -342,47 +326,14 @@ class Plans:
             before, budget_bytes=budget_bytes, gradient_bytes=room.gradient_bytes
         )
 
-    def _earlier(self, graph: Graph, room: Room, computation: str) -> _Earlier:
+    def _earlier(self, graph: Graph, room: Room, computation: str) -> Earlier:
         near = (
             solution
             for (known, _), (_, solution, before) in self._known.items()
             if known == computation and before.gradient_bytes == room.gradient_bytes
         )
-        return _Earlier(self._of_another_shape(graph, room.plan_bytes), tuple(near))
-
-    def _of_another_shape(self, graph: Graph, budget_bytes: int) -> Solution | None:
-        """Returns the cheapest schedule of another shape of this step that fits the budget."""
-        wanted, found = structure_of(graph), []
-        for other, solution, _ in self._known.values():
-            schedule = solution.schedule
-            if (
-                schedule is None
-                or structure_of(other) != wanted
-                or validate(graph, schedule, budget_bytes=budget_bytes)
-            ):
-                continue
-
-            solver = solution.solver.removesuffix(_ELSEWHERE) + _ELSEWHERE
-            found.append(
-                Solution.of_steps(
-                    graph,
-                    budget_bytes,
-                    schedule.steps,
-                    lower_bound_s=0.0,
-                    solver=solver,
-                    wall_s=0.0,
-                    cut_short=solution.cut_short,
-                )
-            )
-
-        return min(found, key=lambda s: s.cost_s, default=None)
-
-
-def _better(solved: Solution, known: Solution) -> Solution:
-    """Returns the cheaper one; it is cut short if either search was, unless proved optimal."""
-    found = min((solved, known), key=lambda s: s.cost_s)
-    is_proved = found.status is Status.OPTIMAL
-    return replace(found, cut_short="" if is_proved else solved.cut_short or known.cut_short)
+        plans = ((other, solution) for other, solution, _ in self._known.values())
+        return Earlier(cheapest_fitting(plans, graph, room.plan_bytes), tuple(near))
 
 
 def _reserved(*size_bytes: int) -> int:

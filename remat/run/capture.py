@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from remat.core.errors import TraceError
 from remat.core.graph import Graph
@@ -393,10 +393,3 @@ def with_own_gradients(compiled: Callable[..., Any], planned: PlannedStep) -> Ca
         return results
 
     return torch.compiler.disable(run, reason="it calls compiled code")  # type: ignore[no-any-return]
-
-
-def needs_gradient(module: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
-    """True where a parameter or an input requires a gradient."""
-    return any(p.requires_grad for p in module.parameters()) or any(
-        t.requires_grad for t in tensors
-    )

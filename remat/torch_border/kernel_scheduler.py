@@ -85,10 +85,27 @@ def scheduled(
         realize: changes a graph before it is lowered.
         key: identifies what these functions do, in the key of Inductor's cache.
     """
-    from torch._inductor import config, custom_graph_pass
+    from torch._inductor import config
     from torch._inductor.virtualized import V
 
-    plain: Any = V.choices  # may be the user's (`inductor_choices_class`, 2.13)
+    # the present choices may be the user's (`inductor_choices_class`, 2.13)
+    choices = _choices(V.choices, can_fuse)
+    patches = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        # these would sort the kernels again, after our pass
+        "combo_kernels": False,
+        "reorder_for_compute_comm_overlap": False,
+        "allow_buffer_reuse": False,  # reuse was no faster, measured on a CPU
+        "custom_partitioner_fn": None,  # already called; its type can't be part of a key
+        **_passes(order, keep_apart, realize, key),
+    }
+    with config.patch(patches), V.set_choices_handler(choices):
+        yield
+
+
+def _choices(plain: Any, can_fuse: Callable[[Sequence[str]], bool]) -> Any:
+    """Returns Inductor's choices with ours of what may be fused besides."""
     choices = copy(plain)
 
     def fuses(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -97,6 +114,14 @@ def scheduled(
         )
 
     choices.can_fuse = fuses  # instead of the method
+    return choices
+
+
+def _passes(
+    order: Callable[[list[Any]], list[Any]], keep_apart: GraphPass, realize: GraphPass, key: str
+) -> dict[str, Any]:
+    """Returns our passes by the names of their settings; the user's run before them."""
+    from torch._inductor import config, custom_graph_pass
 
     graph_pass = custom_graph_pass.CustomGraphPass
     scheduler_pass = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.13
@@ -108,22 +133,10 @@ def scheduled(
     }
     given = {name: users(getattr(config, name)) for name in own}
     whole_key = key_beside(key, [each for passes in given.values() for each in passes])
-    passes = {
+    return {
         name: named(base, run_after(given[name], run), whole_key)
         for name, (base, run) in own.items()
     }
-    patches = {
-        "reorder_for_peak_memory": False,
-        "reorder_for_locality": False,
-        # these would sort the kernels again, after our pass
-        "combo_kernels": False,
-        "reorder_for_compute_comm_overlap": False,
-        "allow_buffer_reuse": False,  # reuse was no faster, measured on a CPU
-        "custom_partitioner_fn": None,  # already called; its type can't be part of a key
-        **passes,
-    }
-    with config.patch(patches), V.set_choices_handler(choices):
-        yield
 
 
 def part_names(kernel: Any) -> list[str]:

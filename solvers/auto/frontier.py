@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from remat.core.graph import Graph
 from remat.core.schedule import keep_all_peak
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.narration.stages import stage
 from remat.solvers.auto.reuse import Shared
 from remat.solvers.auto.solver import Auto
@@ -223,6 +223,9 @@ class _Curve:
             self._wall_s.get(budget, 0.0),
             repr(self._solver),
         )
+        record = SearchRecord(
+            gap=self._gap, minimum_bytes=self._least.peak_bytes, cut_short=cut_short
+        )
 
         if best is not None:
             return Solution.of_steps(
@@ -230,14 +233,14 @@ class _Curve:
                 budget,
                 best.steps,
                 lower_bound_s=bound_s,
-                gap=self._gap,
                 solver=solver,
                 wall_s=wall_s,
-                minimum_bytes=self._least.peak_bytes,
-                is_free_order=best.is_free_order,
-                cut_short=cut_short,
-                found_by=self._finders[best.steps],
-                proved_by=self._provers.get(bound_s, ""),
+                record=replace(
+                    record,
+                    is_free_order=best.is_free_order,
+                    found_by=self._finders[best.steps],
+                    proved_by=self._provers.get(bound_s, ""),
+                ),
             )
 
         status = Status.INFEASIBLE if budget <= self._infeasible_bytes else Status.NO_SOLUTION
@@ -248,7 +251,7 @@ class _Curve:
             solver=solver,
             wall_s=wall_s,
             lower_bound_s=bound_s,
-            minimum_bytes=self._least.peak_bytes,
-            cut_short=cut_short,
-            proved_by=self._infeasible_by if status is Status.INFEASIBLE else "",
+            record=replace(
+                record, proved_by=self._infeasible_by if status is Status.INFEASIBLE else ""
+            ),
         )

@@ -10,21 +10,22 @@
 5. Bounds (`raising.BOUNDING`) in one thread, schedules (`searching.IMPROVING`) in the others; each
    side limits the other's work.
 
-A technique is skipped where it does not apply, or by name with `without=`. The solve stops as soon
-as cost and bound are within `gap`. Every bound holds for all schedules of the fixed order. Limits
-of nodes and iterations end models and searches before time limits do, so with one thread a seed
-gives one answer on every machine that is fast enough for the time limit.
+A technique is skipped where it does not apply, or by name with `without=`. What each one is worth
+is measured (`experiments/results/bench_ablation.md`). The solve stops as soon as cost and bound are
+within `gap`. Every bound holds for all schedules of the fixed order. Limits of nodes and iterations
+end models and searches before time limits do, so with one thread a seed gives one answer on every
+machine that is fast enough for the time limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
 from remat.core.graph import Graph
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.solvers.auto.minimum import Minimum
 from remat.solvers.auto.raising import BOUNDING, FirstModel, Prices, Relaxations
 from remat.solvers.auto.reuse import Shared
@@ -203,18 +204,21 @@ class Auto(Solver):
     def _solution(
         self, search: Search, least: Callable[[], Minimum], *, cut_short: str
     ) -> Solution:
+        record = SearchRecord(
+            gap=self.gap,
+            cut_short=cut_short,
+            found_by=search.found_by,
+            proved_by=search.proved_by,
+        )
         if search.steps is not None:
             return Solution.of_steps(
                 search.graph,
                 search.budget_bytes,
                 search.steps,
                 lower_bound_s=search.bound_s,
-                gap=self.gap,
                 solver=repr(self),
                 wall_s=search.elapsed_s,
-                cut_short=cut_short,
-                found_by=search.found_by,
-                proved_by=search.proved_by,
+                record=record,
             )
 
         return Solution.without_schedule(
@@ -224,9 +228,7 @@ class Auto(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=search.bound_s,
-            minimum_bytes=least().peak_bytes,
-            cut_short=cut_short,
-            proved_by=search.proved_by,
+            record=replace(record, minimum_bytes=least().peak_bytes),
         )
 
     def _run(self, search: Search, shared: Shared) -> None:

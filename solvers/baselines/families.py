@@ -41,7 +41,9 @@ FAMILIES: tuple[Solver, ...] = (
 # not used by `leanest`: greedy eviction reaches lower peaks, but fails more often if its search has
 # to begin below the peaks of these schedules
 NESTED = Nested()
-MOST_OPERATORS = 20_000  # in a graph; each family simulates up to a hundred schedules
+# operators of a graph; each family simulates up to a hundred schedules, which takes seconds; a
+# round number, no measurement is on record
+MOST_OPERATORS = 20_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ from remat.core.graph import Graph
 from remat.solvers.baselines.segment_family import Family
 from remat.solvers.core.on_demand import forward_length, values_always_kept
 
-_MAX_ADVANCES = 2_000_000  # longer schedules take seconds to simulate and are useless
+# forward operators of a schedule; longer ones take seconds to simulate, and recompute so much that
+# they are useless; a round number, no measurement is on record
+_MAX_ADVANCES = 2_000_000
 
 
 @final

@@ -17,11 +17,12 @@ import numpy as np
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.solvers.core.base import Solver
 from remat.solvers.core.on_demand import forward_length, steps_on_demand
 
-# segment sizes that the greedy methods try; with more, the schedules hardly differ
+# segment sizes that the greedy methods try; with more, the schedules hardly differ; by how much,
+# and on which graphs, is not on record
 _NUM_LIMITS = 48
 
 
@@ -76,7 +77,7 @@ def cheapest_that_fits(
             best = (simulation.cost_s, simulation.peak_bytes, steps)
 
     wall_s = time.perf_counter() - started
-    minimum_bytes = lowest or 0
+    record = SearchRecord(minimum_bytes=lowest or 0)
 
     if best is None:
         return Solution.without_schedule(
@@ -86,7 +87,7 @@ def cheapest_that_fits(
             solver=solver,
             wall_s=wall_s,
             lower_bound_s=graph.cost_s,
-            minimum_bytes=minimum_bytes,
+            record=record,
         )
 
     return Solution.of_steps(
@@ -96,7 +97,7 @@ def cheapest_that_fits(
         lower_bound_s=graph.cost_s,
         solver=solver,
         wall_s=wall_s,
-        minimum_bytes=minimum_bytes,
+        record=record,
     )
 
 

@@ -122,13 +122,7 @@ class LazyRows:
                 return Outcome(bound, outcome.point, outcome.is_finished)
 
             is_more = self._add_violated(outcome.point, deadline) > 0
-            if (
-                not is_more
-                and roundings > 0
-                and outcome.is_finished
-                and outcome.bound > -math.inf
-                and outcome.bound - before > _WORTH * abs(outcome.bound)
-            ):
+            if not is_more and roundings > 0 and _has_gained(outcome, before):
                 roundings, before = roundings - 1, outcome.bound
                 is_more = self._add_rounded(outcome.point)
 
@@ -180,3 +174,12 @@ class LazyRows:
                 moments.add_at(j, point)
                 count += 1
         return max(count, int(is_past(deadline)))
+
+
+def _has_gained(outcome: Outcome, before: float) -> bool:
+    """Says whether a round raised the bound by enough for another round of rounding cuts."""
+    return (
+        outcome.is_finished
+        and outcome.bound > -math.inf
+        and outcome.bound - before > _WORTH * abs(outcome.bound)
+    )

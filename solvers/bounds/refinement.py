@@ -68,7 +68,7 @@ class Refinement:
     """The refinement of one budget's window models.
 
     Attributes:
-        stages: of the next model; frozen, and replaced as a whole.
+        stages: of the next model; frozen, and replaced as a whole (`adopt`).
         known: the rows of earlier models.
         state: says whether there is a next model.
         best_s: the best bound of all models so far.
@@ -98,6 +98,11 @@ class Refinement:
         if bound_s > -math.inf:
             self.stages, self.known, self._wide = stages, other.known.copy(), set(other._wide)
 
+    def adopt(self, stages: Stages, bound_s: float = -math.inf) -> None:
+        """Replaces the stages of the next model; `bound_s` is a bound found on the way to them."""
+        self.stages = stages
+        self.best_s = max(self.best_s, bound_s)
+
     @property
     def is_open(self) -> bool:
         """True where there is a next model."""
@@ -106,12 +111,14 @@ class Refinement:
     @property
     def boundaries(self) -> list[int]:
         """Boundaries of the stages, without the forward; empty where there is no next model."""
-        return self.stages.boundaries if self.is_open else []
+        return self._boundaries(self.stages)
 
-    @property
-    def num_columns(self) -> int:
-        """Number of columns of the present model."""
-        return self._model(is_relaxed=False).model.program.num_columns
+    def _boundaries(self, stages: Stages) -> list[int]:
+        return stages.boundaries if self.is_open else []
+
+    def num_columns(self, stages: Stages) -> int:
+        """Returns the number of columns of the model over these stages."""
+        return self._model(stages, is_relaxed=False).model.program.num_columns
 
     @property
     def is_over(self) -> bool:
@@ -133,27 +140,29 @@ class Refinement:
         """True where a model of `num_stages` stages is not solved in reasonable time."""
         return 2 * self.first * (num_stages + 1) > most_columns
 
-    def _windows(self, *, is_relaxed: bool, is_wide: bool) -> list[Window]:
+    def _windows(self, boundaries: list[int], *, is_relaxed: bool, is_wide: bool) -> list[Window]:
         """Returns all unions of neighbouring stages.
 
         For large or relaxed models: only the stages, the whole backward and, where `is_wide`, the
         stages of earlier relaxations.
         """
-        boundaries = self.boundaries
         stages = list(pairwise(boundaries))
         if is_relaxed or self.first * len(stages) * (len(stages) + 1) > _MAX_COLUMNS_OF_UNIONS:
             wide = {(a, b) for a, b in self._wide if is_wide and {a, b} <= {*boundaries}}
             return sorted({*stages, *wide, (boundaries[0], boundaries[-1])})
         return [(a, b) for i, a in enumerate(boundaries) for b in boundaries[i + 1 :]]
 
-    def _model(self, *, is_relaxed: bool, most_roundings: int = 0) -> LazyRows:
-        """Returns the model over the present stages, with the known rows of its windows."""
-        forward, stages = (0, self.first), list(pairwise(self.boundaries))
+    def _model(self, stages: Stages, *, is_relaxed: bool, most_roundings: int = 0) -> LazyRows:
+        """Returns the model over these stages, with the known rows of its windows."""
+        forward, boundaries = (0, self.first), self._boundaries(stages)
         is_wide = is_relaxed and most_roundings > 0
-        windows = [forward, *self._windows(is_relaxed=is_relaxed, is_wide=is_wide)]
+        windows = [forward, *self._windows(boundaries, is_relaxed=is_relaxed, is_wide=is_wide)]
 
         model = WindowModel(
-            self.graph, windows, priced=[forward, *stages], budget_bytes=self.budget_bytes
+            self.graph,
+            windows,
+            priced=[forward, *pairwise(boundaries)],
+            budget_bytes=self.budget_bytes,
         )
         model.program.starts_from_last = is_wide
 
@@ -166,7 +175,7 @@ class Refinement:
 
     def relaxation(self) -> LazyRows:
         """Returns the model over the present stages with few windows, to be solved relaxed."""
-        return self._model(is_relaxed=True)
+        return self._model(self.stages, is_relaxed=True)
 
     def steps_of(self, model: WindowModel, point: Floats, least: float) -> list[int]:
         """Returns the schedule that keeps the values whose S exceeds `least` at `point`.
@@ -199,7 +208,8 @@ class Refinement:
             is_rounded: adds rounding cuts to a relaxation, which takes several times as long.
         """
         stages = list(pairwise(self.boundaries))
-        lazy = self._model(is_relaxed=is_relaxed, most_roundings=_ROUNDINGS if is_rounded else 0)
+        roundings = _ROUNDINGS if is_rounded else 0
+        lazy = self._model(self.stages, is_relaxed=is_relaxed, most_roundings=roundings)
         model = lazy.model
         cutoff = None if cutoff_s is None else model.objective(cutoff_s)
         gap = self._gap(len(stages), cutoff, model.objective(self.best_s))
@@ -314,7 +324,7 @@ class Refinement:
 
         Models with fewer stages are solved sooner.
         """
-        if not self.is_open or self.num_columns <= _FEW_COLUMNS:
+        if not self.is_open or self.num_columns(self.stages) <= _FEW_COLUMNS:
             return
 
         needed = self.relaxed_bound(deadline) * (1 - _TOLERANCE)
@@ -324,19 +334,17 @@ class Refinement:
         for is_single in (False, True):
             chosen = self.stages.singles if is_single else self.stages.cuts
             for item in sorted((chosen & candidates) - self._dropped):
-                before = self.stages
-                self.stages = before.without(item, is_single=is_single)
-                if self.relaxed_bound(deadline) < needed:
-                    self.stages = before
-                else:
+                fewer = self.stages.without(item, is_single=is_single)
+                if self.relaxed_bound(deadline, fewer) >= needed:
+                    self.stages = fewer
                     self._dropped.add(item)
 
-    def relaxed_bound(self, deadline: float) -> float:
-        """Returns the bound of the linear relaxation over the present stages; keeps its rows.
+    def relaxed_bound(self, deadline: float, stages: Stages | None = None) -> float:
+        """Returns the bound of the linear relaxation over stages, and keeps its rows.
 
-        -inf where time ran out.
+        The stages are the present ones if not given, and stay. -inf where time ran out.
         """
-        lazy = self._model(is_relaxed=False)
+        lazy = self._model(self.stages if stages is None else stages, is_relaxed=False)
         outcome = lazy.solve(deadline=deadline, is_relaxed=True)
         self.known.take(lazy)
         return lazy.model.bound_s(outcome) if outcome.is_finished else -math.inf

@@ -29,6 +29,7 @@ import numpy as np
 from remat.solvers.bounds.dyadic_windows import MOST_FORWARD
 from remat.solvers.bounds.lazy_rows import LazyRows
 from remat.solvers.bounds.refinement import Refinement
+from remat.solvers.bounds.stages import Stages
 from remat.solvers.bounds.window import WindowModel
 from remat.solvers.core.interrupt import is_past
 
@@ -61,30 +62,27 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
     if refinement.is_over or refinement.first > MOST_FORWARD:
         return -math.inf
 
-    before = refinement.stages
-    refinement.stages = before.cleared()
-    best_s = refinement.relaxed_bound(deadline)
-    backward, candidates = range(refinement.first, graph.num_operators), list[int]()
+    stages = refinement.stages.cleared()
+    best_s = refinement.relaxed_bound(deadline, stages)
+    backward = range(refinement.first, graph.num_operators)
     spacing = max(1, -(-len(backward) // _TRIED[0]))
+    candidates = list(backward[::spacing])
 
     for count in _TRIED:
-        if refinement.num_columns > _MOST_COLUMNS or is_past(deadline):
+        if refinement.num_columns(stages) > _MOST_COLUMNS or is_past(deadline):
             break
 
-        candidates = candidates if refinement.stages.singles else list(backward[::spacing])
-        tried = _bounds_with(refinement, candidates[:count], deadline)
+        tried = _bounds_with(refinement, stages, candidates[:count], deadline)
         if not tried:
             break
 
         best = max(tried, key=lambda v: tried[v])
         around = range(max(best - spacing, backward.start), min(best + spacing + 1, backward.stop))
-        untried = [v for v in around if v not in tried and v not in refinement.stages.singles]
-        tried |= _bounds_with(refinement, untried, deadline)
+        untried = [v for v in around if v not in tried and v not in stages.singles]
+        tried |= _bounds_with(refinement, stages, untried, deadline)
 
         if math.inf in (best_s, tried[best]):  # the relaxation has no point
-            best_s = math.inf
-            refinement.stages = before
-            break
+            return math.inf
 
         chosen = _last_of_the_best(tried, spacing)
         least_gain = _LEAST_GAIN * (tried[chosen] - graph.cost_s)
@@ -92,17 +90,12 @@ def scout(refinement: Refinement, *, deadline: float) -> float:
             break
 
         best_s = tried[chosen]
-        refinement.stages = refinement.stages.with_single(chosen)
-        candidates = [
-            v
-            for v in (candidates if len(refinement.stages.singles) > 1 else _promising(tried))
-            if abs(v - chosen) > 1
-        ]
+        candidates = candidates if stages.singles else _promising(tried)
+        candidates = [v for v in candidates if abs(v - chosen) > 1]
+        stages = stages.with_single(chosen)
 
-    if not refinement.stages.singles:
-        refinement.stages = before
     if best_s < math.inf:
-        refinement.best_s = max(refinement.best_s, best_s)
+        refinement.adopt(stages if stages.singles else refinement.stages, best_s)
     return best_s
 
 
@@ -116,18 +109,14 @@ def _promising(tried: dict[int, float]) -> list[int]:
 
 
 def _bounds_with(
-    refinement: Refinement, candidates: Sequence[int], deadline: float
+    refinement: Refinement, stages: Stages, candidates: Sequence[int], deadline: float
 ) -> dict[int, float]:
     """Returns the bound with each of these operators as one more stage; -inf where time ran out."""
     found = dict.fromkeys(candidates, -math.inf)
     for v in candidates:
         if is_past(deadline):
             break
-
-        before = refinement.stages
-        refinement.stages = before.with_single(v)
-        found[v] = refinement.relaxed_bound(deadline)
-        refinement.stages = before
+        found[v] = refinement.relaxed_bound(deadline, stages.with_single(v))
     return found
 
 
@@ -178,8 +167,7 @@ def scout_crowded(refinement: Refinement, *, deadline: float) -> float:
 
     if refinement.best_s < best_s < math.inf:
         stages = refinement.stages.cleared().with_single(best[0])
-        refinement.stages = stages if cut == best[1] else stages.with_cut(cut)
-        refinement.best_s = best_s
+        refinement.adopt(stages if cut == best[1] else stages.with_cut(cut), best_s)
     return best_s
 
 
@@ -222,5 +210,5 @@ def _bound_of_stages(refinement: Refinement, cuts: Collection[int], deadline: fl
 
     lazy = LazyRows(model, refinement.known.of(set(windows)))
     outcome = lazy.solve(deadline=deadline, is_relaxed=True)
-    refinement.known.rows |= lazy.rows
+    refinement.known.take_rows(lazy)
     return model.bound_s(outcome) if outcome.is_finished else -math.inf

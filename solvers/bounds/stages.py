@@ -82,8 +82,12 @@ class KnownRows:
 
     def take(self, lazy: LazyRows) -> None:
         """Adds the rows and moments of a model."""
-        self.rows |= lazy.rows
+        self.take_rows(lazy)
         self.moments |= lazy.sets
+
+    def take_rows(self, lazy: LazyRows) -> None:
+        """Adds the rows of a model that did not start from the known moments."""
+        self.rows |= lazy.rows
 
     def of(self, windows: Collection[Window]) -> list[tuple[Window, int]]:
         """Returns the rows of these windows."""

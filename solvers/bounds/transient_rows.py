@@ -31,7 +31,7 @@ are small, the original operator's own row is nearly as strong. Source: this pac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -188,21 +188,13 @@ class MomentRows:
         rows, lowers = list[list[tuple[int, float]]](), list[float]()
 
         for row in self._rows(j, chosen):
-            lower, entries = row.lower, []
-            for key, coefficient in row.entries:
-                if key[0] in given:
-                    lower -= coefficient * float(given[key[0]][key[1]])
-                elif key[0] == "D":
-                    lower -= coefficient * (
-                        float(point[self.twice[key[1]]]) if key[1] in self.twice else 0.0
-                    )
-                else:
-                    entries.append((own.setdefault(key, len(own)), coefficient))
-
-            if entries:
-                rows.append(entries)
-                lowers.append(lower - _TOLERANCE)
-            elif lower > _TOLERANCE:
+            left = self._at(row, given, point)
+            if left.entries:
+                rows.append(
+                    [(own.setdefault(key, len(own)), factor) for key, factor in left.entries]
+                )
+                lowers.append(left.lower - _TOLERANCE)
+            elif left.lower > _TOLERANCE:
                 return math.inf
 
         if not own:
@@ -215,6 +207,24 @@ class MomentRows:
         program.add_rows_of(rows, lowers)
         outcome = program.minimise(is_relaxed=True, time_limit_s=_LIMIT_S)
         return outcome.bound * self.model.budget + constant
+
+    def _at(self, row: _Row, given: Mapping[str, Floats], point: Floats) -> _Row:
+        """Returns what `point` leaves of a row: the entries that it does not fix.
+
+        `given` has the values of S', S and R at the point.
+        """
+        lower, entries = row.lower, list[tuple[Key, float]]()
+        for key, coefficient in row.entries:
+            kind, index = key
+            if kind in given:
+                lower -= coefficient * float(given[kind][index])
+            elif kind == "D":
+                lower -= coefficient * (
+                    float(point[self.twice[index]]) if index in self.twice else 0.0
+                )
+            else:
+                entries.append((key, coefficient))
+        return _Row(tuple(entries), lower)
 
     def _rows(self, j: int, chosen: set[int]) -> Iterator[_Row]:
         """Yields all rows of the moment but the memory row."""

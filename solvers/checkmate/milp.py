@@ -25,7 +25,7 @@ from typing import final
 
 from remat.core.graph import Graph
 from remat.core.schedule import Schedule
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.core.validate import validate
 from remat.solvers.checkmate.lp_rounding import relax, round_to_steps
 from remat.solvers.checkmate.stage_form import stage_form
@@ -142,7 +142,7 @@ def _solution(search: StageSearch, solver: str, wall_s: float, cut_short: str) -
             solver=solver,
             wall_s=wall_s,
             lower_bound_s=search.bound_s,
-            cut_short=cut_short,
+            record=SearchRecord(cut_short=cut_short),
         )
 
     return Solution.of_steps(
@@ -152,8 +152,7 @@ def _solution(search: StageSearch, solver: str, wall_s: float, cut_short: str) -
         lower_bound_s=search.bound_s,
         solver=solver,
         wall_s=wall_s,
-        gap=max(search.limits.gap, TOLERANCE),
-        cut_short=cut_short,
+        record=SearchRecord(gap=max(search.limits.gap, TOLERANCE), cut_short=cut_short),
     )
 
 

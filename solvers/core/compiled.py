@@ -30,7 +30,8 @@ from remat.narration.stages import stage
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# with less time left, functions not yet compiled on this machine run in plain Python, or not at all
+# seconds, about what the compiler takes for a search's loops, once on a machine; with less left,
+# functions not yet compiled run in plain Python, or not at all; no measurement is on record
 COMPILER_S = 30.0
 # what `Solution.cut_short` then says
 NOT_COMPILED = "the search was left out, as there was no time to compile it"

@@ -16,7 +16,8 @@ from remat.solvers.core.interrupt import is_interrupted
 from remat.solvers.core.pace import pace_s
 from remat.solvers.core.progress import Progress, ProgressCallback
 
-_SHARE = 0.95  # of the time limit; the rest is for checking the answer
+# share of the time limit; the rest is for checking the answer; no measurement is on record
+_SHARE = 0.95
 # passes over the graph (`pace`): to check the answer, and for the longest part of a solve that does
 # not check the clock; with them a limit of 5 s holds on a chain of a million operators and a
 # complete graph of 1,500

@@ -12,7 +12,7 @@ from typing import final
 
 from remat.core.errors import SolverError
 from remat.core.graph import Graph
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.solvers.core.base import Solver
 from remat.solvers.core.interrupt import heeding_interrupts
 from remat.solvers.exhaustive.states import Found, cheapest
@@ -74,7 +74,7 @@ class Exhaustive(Solver):
             solver=repr(self),
             wall_s=time.perf_counter() - began,
             lower_bound_s=graph.cost_s + (0.0 if found.is_finished else found.least),
-            cut_short=cut_short,
+            record=SearchRecord(cut_short=cut_short),
         )
 
 

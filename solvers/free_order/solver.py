@@ -31,7 +31,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.core.operators import Operator
 from remat.core.schedule import Schedule, simulate
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.core.validate import validate
 from remat.solvers.auto.searching import can_anneal
 from remat.solvers.auto.solver import Auto
@@ -110,11 +110,9 @@ class FreeOrder(Solver):
             budget_bytes,
             search.steps,
             lower_bound_s=search.bound_s,
-            gap=self.gap,
             solver=repr(self),
             wall_s=search.elapsed_s,
-            is_free_order=True,
-            cut_short=search.cut_short,
+            record=SearchRecord(gap=self.gap, is_free_order=True, cut_short=search.cut_short),
         )
 
     def _without_schedule(self, search: Search, status: Status) -> Solution:
@@ -126,7 +124,7 @@ class FreeOrder(Solver):
             solver=repr(self),
             wall_s=search.elapsed_s,
             lower_bound_s=bound_s,
-            cut_short=search.cut_short,
+            record=SearchRecord(cut_short=search.cut_short),
         )
 
     def _anneal(self, search: FreeSearch) -> None:

@@ -78,9 +78,7 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
     """
     value = np.clip(point[knapsack.columns], 0.0, 1.0)
     is_complement = value > 0.5
-    fractional = np.flatnonzero(np.abs(value - is_complement) > _FRACTIONAL)
-    fractional = fractional[knapsack.bytes[fractional] != 0]
-    fractional = fractional[np.argsort(np.abs(value[fractional] - 0.5), kind="stable")]
+    fractional = _fractional(knapsack, value)
     sizes = np.abs(knapsack.bytes[fractional])
     if not len(fractional) or knapsack.upper - float(np.dot(knapsack.bytes, value)) > sizes.max():
         return []
@@ -93,11 +91,8 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
     signed = np.where(complement, -knapsack.bytes[fractional], knapsack.bytes[fractional])
     others = is_complement.copy()
     others[fractional] = False
-    upper = (
-        knapsack.upper
-        - int(knapsack.bytes[others].sum())
-        + np.where(complement, signed, 0).sum(axis=1)
-    )
+    left = knapsack.upper - int(knapsack.bytes[others].sum())
+    upper = left + np.where(complement, signed, 0).sum(axis=1)
 
     weight = _weights(signed[:, None, :], upper[:, None, None], units[:, None])
     inside = np.where(complement, 1 - value[fractional], value[fractional])
@@ -119,6 +114,14 @@ def rounded(knapsack: Knapsack, point: Floats) -> list[Cut]:
         for cut in cuts
         if float(np.dot(cut.coefficients, point[cut.columns])) > cut.upper + _LEAST_EXCESS
     ]
+
+
+def _fractional(knapsack: Knapsack, value: Floats) -> Ints:
+    """Returns the places of columns with bytes between 0 and 1, the nearest to a half first."""
+    is_between = np.abs(value - (value > 0.5)) > _FRACTIONAL
+    places: Ints = np.flatnonzero(is_between & (knapsack.bytes != 0))
+    distance: Floats = np.abs(value[places] - 0.5)
+    return places[np.argsort(distance, kind="stable")]
 
 
 def _spare(knapsack: Knapsack, unit: int, is_complement: Bools, value: Floats) -> Bools:

@@ -115,11 +115,9 @@ class _Finder:
         ways: dict[Hashable, list[Option]] = {}
         found = Options()
         for span, part in parts.items():
-            if (kind := kinds[span]) not in ways:
-                ways[kind] = (
-                    [] if self.is_over else _ways(part.graph, room[kind], self._should_stop)
-                )
-                self._num_operators += part.graph.num_operators
+            kind = kinds[span]
+            if kind not in ways:
+                ways[kind] = self._ways(part.graph, room[kind])
 
             once_s = sum(
                 segments.graph.operators[op].cost_s
@@ -135,6 +133,12 @@ class _Finder:
                 )
                 for way in ways[kind]
             ]
+        return found
+
+    def _ways(self, graph: Graph, room_bytes: int) -> list[Option]:
+        """Returns a part's ways, none past the limit on work; counts its operators as work."""
+        found = [] if self.is_over else _ways(graph, room_bytes, self._should_stop)
+        self._num_operators += graph.num_operators
         return found
 
 

@@ -180,14 +180,10 @@ class SlotModel:
         np.add.at(weight, events.slot[events.is_write], self._size[events.value[events.is_write]])
 
         size = self._size[events.value]
-        is_held = events.gap == ONE
         end = np.append(events.slot[1:], 0)
         count = len(slots.operator)
-        change = (
-            np.bincount(events.slot[is_held] + 1, size[is_held], count + 1)
-            - np.bincount(end[is_held] + 1, size[is_held], count + 1)[: count + 1]
-        )
-        base = np.cumsum(change)[:count] + np.where(slots.is_free, 0.0, weight) - taken.constant
+        held = self._always_held(size, end, count)
+        base = held + np.where(slots.is_free, 0.0, weight) - taken.constant
 
         varies = events.gap >= 0
         begins = np.zeros(count + 2, np.bool_)
@@ -216,6 +212,19 @@ class SlotModel:
         ]
         memory = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return self._assemble(graph, memory, self._room - base[row_slot])
+
+    def _always_held(self, size: Floats, end: Ints, count: int) -> Floats:
+        """Returns the bytes that every solution holds at each slot.
+
+        `size` and `end` are the bytes of each event and the slot of the next one.
+        """
+        events = self._events
+        is_held = events.gap == ONE
+        change = (
+            np.bincount(events.slot[is_held] + 1, size[is_held], count + 1)
+            - np.bincount(end[is_held] + 1, size[is_held], count + 1)[: count + 1]
+        )
+        return np.cumsum(change)[:count]
 
     def _assemble(self, graph: Graph, memory: tuple[Ints, ...], room: Floats) -> ModelArrays:
         row, column, size = memory

@@ -319,6 +319,20 @@ def remove(state: State, op: int, q: int) -> None:
     refresh_around(state, op, q)
 
 
+@inner
+def add_lifetimes(state: State, change: Ints) -> None:
+    """Adds to `change` the bytes that begin and cease to be held at each slot."""
+    values, operators = state.values, state.operators
+    for op in range(len(operators)):
+        for i in range(operators[op, TIMES]):
+            begin = operators[op, WHERE + i]
+            end = operators[op, WHERE + i + 1] if i + 1 < operators[op, TIMES] else FAR
+            for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
+                value = state.links[k]
+                change[begin] += values[value, NOW]
+                change[last_read(state, value, begin, end) + 1] -= values[value, NOW]
+
+
 @compiled
 def fill(state: State, steps: Ints) -> None:
     """Puts `steps` into empty slots, at most `MAX_TIMES` computations per operator."""
@@ -342,15 +356,7 @@ def fill(state: State, steps: Ints) -> None:
                 values[value, NOW] = 0
 
     change = np.zeros(capacity + 1, np.int64)
-    for op in range(len(operators)):
-        for i in range(operators[op, TIMES]):
-            begin = operators[op, WHERE + i]
-            end = operators[op, WHERE + i + 1] if i + 1 < operators[op, TIMES] else FAR
-            for k in range(operators[op, WRITE_FROM], operators[op, WRITE_TO]):
-                value = state.links[k]
-                change[begin] += values[value, NOW]
-                change[last_read(state, value, begin, end) + 1] -= values[value, NOW]
-
+    add_lifetimes(state, change)
     alive = 0
     for q in range(capacity):
         alive += change[q]

@@ -15,7 +15,7 @@ from remat.core.errors import GraphError, RematError, ScheduleError
 from remat.core.graph import Graph
 from remat.core.instance import read_instance
 from remat.core.schedule import Schedule
-from remat.core.solution import Solution, Status
+from remat.core.solution import SearchRecord, Solution, Status
 from remat.tracers.synthetic import FAMILIES
 
 PLAIN = {"cost": [1, 2.5, 1], "size": [4, 4, 2], "edges": [[0, 1], [0, 2], [1, 2]]}
@@ -53,7 +53,12 @@ def test_a_schedule_and_a_solution_come_back_equal(graph: Graph, tmp_path: Path)
 def test_a_solution_without_a_schedule_comes_back_equal(tmp_path: Path) -> None:
     graph = FAMILIES["chain"]()
     solution = Solution.without_schedule(
-        graph, 3, Status.INFEASIBLE, solver="s", wall_s=0.1, minimum_bytes=9
+        graph,
+        3,
+        Status.INFEASIBLE,
+        solver="s",
+        wall_s=0.1,
+        record=SearchRecord(minimum_bytes=9),
     )
     solution.save(tmp_path / "plan.json")
     assert Solution.load(tmp_path / "plan.json") == solution

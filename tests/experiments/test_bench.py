@@ -175,6 +175,15 @@ def test_finished_rows_are_kept_and_other_options_start_over(tmp_path: Path) -> 
     assert other.row({"name": "a"}, lambda: {"cost": 2.0})["cost"] == 2.0
 
 
+def test_no_file_has_rows_of_two_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: the rows of the first commit stay, and one table compares two versions of the code."""
+    for commit in ("first", "second"):
+        monkeypatch.setenv("REMAT_COMMIT", commit)
+        rows = Rows(tmp_path, "set", {"time_limit_s": 1.0}, is_fresh=False)
+        rows.row({"name": commit}, lambda: {"cost": 1.0})
+        assert [row["commit"] for row in rows.rows] == [commit]
+
+
 def test_missing_instances_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ["--instances", str(tmp_path / "nowhere"), "--output", str(tmp_path)]
     assert bench.main(["published", *options]) == 2
@@ -224,7 +233,8 @@ def test_an_ablation_counts_where_a_technique_helps_and_where_it_harms() -> None
 
 
 def test_every_technique_helps_at_enough_points_or_is_a_named_exception() -> None:
-    rows = json.loads((RESULTS / "bench_ablation.json").read_text())["rows"]
+    saved = json.loads((RESULTS / "bench_ablation.json").read_text())
+    rows = saved["rows"]
     changes = ablation.changes(rows)
     helps = {name: sum(change.helps for change in changes[name]) for name in changes}
 
@@ -234,4 +244,5 @@ def test_every_technique_helps_at_enough_points_or_is_a_named_exception() -> Non
 
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert all(f"`{name}`" in page for name in named)
-    assert (RESULTS / "bench_ablation.md").read_text() == ablation.table(rows)
+    assert (RESULTS / "bench_ablation.md").read_text() == ablation.page(rows, saved["options"])
+    assert not {*ablation.REMOVED} & {*NAMES}

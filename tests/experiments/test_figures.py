@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 import remat
+from experiments.all import add_environment
 from experiments.attention import TILE, error_ulp, fused, tiled, written_out
 from experiments.checkmate_figures import at_batch
 from experiments.depth_growth import exponents, laws
+from experiments.environment import environment
 from experiments.figures import leanest, table
 from experiments.lecture_chain import by_hand, chain
 from experiments.side_by_side import INDUCTOR, judged
@@ -119,3 +124,12 @@ def test_inductors_rounding_is_the_gradients_tolerance() -> None:
         "close",
         None,
     ]
+
+
+def test_the_demos_numbers_say_where_they_were_made(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    path.write_text('{"seed": 0, "runs": []}')
+    add_environment(path, environment())
+    record = json.loads(path.read_text())
+    assert {"commit", "processor"} <= {*record["environment"]}
+    assert (record["seed"], record["runs"]) == (0, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from remat.plan.planner import Options, Plans
 from remat.solvers.auto.solver import Auto
 from remat.tracers.synthetic import chain
 from tests.support.fused_models import Net, batch
+from tests.support.planned import Step
 
 GRAPH = chain(8)
 PEAK_BYTES = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes
@@ -115,20 +115,15 @@ def test_an_error_names_the_budget_as_it_was_given() -> None:
     assert "reserve 70 B" in str(refused)
 
 
-@dataclass(frozen=True)
-class Step:
-    graph: Graph = GRAPH
-
-
 def test_a_planner_takes_a_known_plan() -> None:
     plans = Plans(Options(BUDGET_BYTES, plan_cache=False, time_limit_s=1.0))
     known = plan_of(BUDGET_BYTES - 50)
 
-    taken = plans(Step(), unplanned_bytes=50, known=known)
+    taken = plans(Step(GRAPH), unplanned_bytes=50, known=known)
 
     assert taken.schedule == known.schedule
     assert plans.room_of(taken).budget_bytes == BUDGET_BYTES
-    assert plans(Step(), unplanned_bytes=50) is taken
+    assert plans(Step(GRAPH), unplanned_bytes=50) is taken
 
 
 def test_a_known_plan_that_leaves_no_room_for_what_is_held_beside_it_is_not_taken() -> None:

@@ -6,7 +6,6 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,39 +21,29 @@ from torch._inductor.virtualized import V
 import remat
 from remat.inductor.kernel_order import Loops
 from remat.torch_border import kernel_scheduler
-from tests.support import planned
 from tests.support.fused_models import Net, batch
 from tests.support.planned import (
     COMPILES,
     UNLIMITED,
     ChangedBuffer,
     Given,
+    call_of,
     keep_all,
     keep_nothing,
+    state_after,
 )
 
 pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
 
 
-def state_after(
-    model: nn.Module, step: Callable[..., torch.Tensor], seed: int
-) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(seed)
-    loss = step(batch())
-    loss.backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [loss.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
-
-
 @pytest.fixture(scope="module")
-def expected() -> tuple[Net, list[list[torch.Tensor]]]:
+def expected() -> tuple[Net, list[list[Any]]]:
     """A model, and what `torch.compile` alone computes in two steps."""
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
     compiled = torch.compile(plain)
-    return model, [state_after(plain, compiled, seed) for seed in (1, 2)]
+    return model, [state_after(plain, batch(), seed=seed, call=compiled) for seed in (1, 2)]
 
 
 def bytes_held_by_a_step(model: nn.Module) -> int:
@@ -67,7 +56,7 @@ def bytes_held_by_a_step(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("budget", ["65%", "keep nothing"])
 def test_a_plan_computes_what_torch_compile_does_within_the_budget(
-    budget: str, expected: tuple[Net, list[list[torch.Tensor]]]
+    budget: str, expected: tuple[Net, list[list[Any]]]
 ) -> None:
     """Naive: a mask is drawn again in the backward, and half of the gradient is wrong.
 
@@ -84,8 +73,8 @@ def test_a_plan_computes_what_torch_compile_does_within_the_budget(
         )
 
     for seed, states in zip((1, 2), expected[1], strict=True):
-        for ours, theirs in zip(state_after(model, model, seed), states, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        got = state_after(model, batch(), seed=seed)
+        torch.testing.assert_close(got, states, rtol=1e-5, atol=1e-7)
 
     report = remat.report(model)
     assert report.measured_peak_bytes == report.kernels_peak_bytes  # known before the first step
@@ -103,7 +92,7 @@ def test_a_plan_computes_what_torch_compile_does_within_the_budget(
 
     if budget == "keep nothing":
         # masks are made again from their seeds: only seeds and results of the forward are kept
-        (piece,) = planned.call_of(model).pieces
+        (piece,) = call_of(model).pieces
         forward, backward = (
             sum("inductor_random" in str(node.target) for node in half.graph.nodes)
             for half in (piece.split.forward, piece.split.backward)
@@ -121,16 +110,14 @@ def test_the_backward_reads_a_buffer_as_it_was_before_it_changed() -> None:
     )
 
     for seed in (1, 2):
-        for ours, theirs in zip(
-            state_after(model, model, seed), state_after(plain, plain, seed), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        got, wanted = (state_after(each, batch(), seed=seed) for each in (model, plain))
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_kernels_of_the_last_round_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    expected: tuple[Net, list[list[torch.Tensor]]],
+    expected: tuple[Net, list[list[Any]]],
 ) -> None:
     """Naive: the kernels of the round before the last are ordered and run."""
     from torch._inductor import config as inductor_config
@@ -146,7 +133,7 @@ def test_the_kernels_of_the_last_round_run(
     remat.checkpoint(model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops")
     # not cached: no other job would compile such kernels
     with caplog.at_level(logging.INFO), inductor_config.patch(fx_graph_cache=False):
-        ends = state_after(model, model, 1)
+        ends = state_after(model, batch(), seed=1)
 
     counts = re.findall(r"(\d+) loops and library operators in (\d+) kernels", caplog.text)
     assert len(counts) == 2
@@ -205,8 +192,8 @@ def test_a_change_of_a_buffer_waits_for_all_that_read_it(monkeypatch: pytest.Mon
     plain = copy.deepcopy(model)
     remat.checkpoint(model, UNLIMITED, executor="inductor", solver=Given(keep_all), costs="flops")
     with inductor_config.patch(fx_graph_cache=False):
-        got = planned.state_after(model, x)
-    torch.testing.assert_close(got, planned.state_after(plain, x), rtol=1e-5, atol=1e-6)
+        got = state_after(model, x)
+    torch.testing.assert_close(got, state_after(plain, x), rtol=1e-5, atol=1e-6)
     assert any(map(len, awaited.values()))
     assert not lost
 

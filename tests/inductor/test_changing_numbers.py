@@ -6,7 +6,6 @@ Naive: each value is captured, planned and compiled on its own.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from tests.support.planned import COMPILES, call_of
+from tests.support.planned import COMPILES, call_of, state_after
 
 pytestmark = [pytest.mark.usefixtures("fresh_torch", "quick_first_step"), *COMPILES]
 
@@ -89,13 +88,6 @@ class CutAndUnused(Unused):
         return self.body(x).square().mean()
 
 
-def state_after(model: Net, x: torch.Tensor, step: int) -> list[Any]:
-    model.zero_grad()
-    loss = model(x, step)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
 @pytest.mark.parametrize(
     "make", [Argument, Attributes, Checked, Unused, Cut, CutAndChecked, CutAndUnused]
 )
@@ -115,10 +107,8 @@ def test_a_changing_number_costs_one_more_plan(make: type[Net]) -> None:
     counts = []
     for step in range(4):
         x = torch.randn(64, 32, dtype=torch.float64)
-        for ours, theirs in zip(
-            state_after(model, x, step), state_after(plain, x, step), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+        got, wanted = (state_after(each, x, step) for each in (model, plain))
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
         numbers = [(each.calls, each.scale, each.decay) for each in (model, plain)]
         assert numbers[0] == numbers[1]
         counts.append(len(call.piecewise.plans) if call.piecewise else len(call.pieces))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from tests.support.planned import COMPILES
+from tests.support.planned import COMPILES, batches
 
 pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
 
@@ -39,11 +39,6 @@ class Net(nn.Module):
         return result.pow(2).mean(), result
 
 
-def batches(count: int, size: int = 64) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(size, 16, generator=generator) for _ in range(count)]
-
-
 def trained(model: nn.Module, step: Callable[..., Any], inputs: list[torch.Tensor]) -> list[Any]:
     """Losses of steps with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -61,7 +56,7 @@ def accumulated(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
     """Gradients of two micro-steps are added, clipped and applied."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for index, x in enumerate(batches(4)):
+    for index, x in enumerate(batches(4, 64, 16)):
         loss, _ = step(x)
         loss.backward()
         losses.append(loss.detach())
@@ -75,7 +70,7 @@ def accumulated(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
 
 def other_sizes(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
     """The last batch is smaller."""
-    return trained(model, step, [*batches(2), *batches(1, size=48)])
+    return trained(model, step, [*batches(2, 64, 16), *batches(1, 48, 16)])
 
 
 def in_bfloat16(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
@@ -85,7 +80,7 @@ def in_bfloat16(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor
         with torch.autocast("cpu", torch.bfloat16):
             return step(x)
 
-    return trained(model, cast, batches(2))
+    return trained(model, cast, batches(2, 64, 16))
 
 
 @pytest.mark.parametrize("loop", [accumulated, other_sizes, in_bfloat16])

@@ -18,7 +18,7 @@ from remat.pieces.runner import Piecewise
 from remat.pieces.step_meter import StepMeter
 from remat.tracers.cost_models import resolve_costs
 from tests.support.broken_steps import MODELS, Halves, batch
-from tests.support.planned import COMPILES, loss_of
+from tests.support.planned import COMPILES, assert_same, state_after
 
 pytestmark = [pytest.mark.usefixtures("fresh_torch", "quick_first_step"), *COMPILES]
 
@@ -28,16 +28,6 @@ OPTIONS: dict[str, Any] = {
     "time_limit_s": 0.5,
     "plan_cache": False,
 }
-
-
-def state_after(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list[Any]:
-    """Loss, gradients, buffers and random numbers of a step."""
-    model.zero_grad()
-    torch.manual_seed(seed)
-    loss = loss_of(call(x))
-    loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return [loss.detach(), torch.rand(3), *gradients, *(b.clone() for b in model.buffers())]
 
 
 @pytest.mark.parametrize(("device", "num_unmeasured"), [("cpu", 0), ("cuda", 1)])
@@ -68,9 +58,8 @@ def test_pieces_compute_what_torch_compile_does() -> None:
     remat.checkpoint(model, "85%", **OPTIONS)
 
     for seed in (0, 2, 0, 2):
-        got = state_after(model, model, batch(seed), seed)
-        for ours, theirs in zip(got, state_after(plain, compiled, batch(seed), seed), strict=True):
-            assert ours is None if theirs is None else torch.equal(ours, theirs)
+        got = state_after(model, batch(seed), seed=seed)
+        assert_same(got, state_after(plain, batch(seed), seed=seed, call=compiled))
 
     report = remat.report(model)
     assert report.num_pieces > 1
@@ -95,10 +84,8 @@ def test_changes_by_eager_code_are_those_of_plain_pytorch(name: str) -> None:
 
     for seed in (0, 2, 1) if name == "ChangesOnOneBranch" else (0, 2):
         x = batch(seed).double()
-        got = state_after(model, model, x, seed)
-        for ours, theirs in zip(got, state_after(plain, plain, x, seed), strict=True):
-            assert (ours is None) == (theirs is None)
-            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+        got, wanted = (state_after(each, x, seed=seed) for each in (model, plain))
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -182,9 +169,7 @@ def test_blocks_are_compiled_once_and_hold_what_was_predicted() -> None:
     remat.checkpoint(model, "55%", blocks=model.layers, **OPTIONS)
 
     for seed in range(2):
-        got = state_after(model, model, x, seed)
-        for ours, theirs in zip(got, state_after(plain, plain, x, seed), strict=True):
-            assert torch.equal(ours, theirs)
+        assert_same(state_after(model, x, seed=seed), state_after(plain, x, seed=seed))
 
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None and report.measured_peak_bytes is not None
@@ -209,7 +194,7 @@ def test_what_a_forward_saves_beyond_its_plan_is_held_until_its_backward(
     model = Halves()
     remat.checkpoint(model, 1 << 40, **OPTIONS)
     for seed in range(2):
-        state_after(model, model, batch(seed), seed)
+        state_after(model, batch(seed), seed=seed)
     report = remat.report(model)
     assert report.num_pieces == 2
     assert report.kernels_peak_bytes is not None
@@ -236,8 +221,8 @@ def test_pieces_whose_kernels_would_hold_too_much_are_planned_again(
     remat.checkpoint(model, "100%", **OPTIONS)
 
     for seed in range(2):
-        got = state_after(model, model, batch(seed), seed)
-        expected = state_after(plain, compiled, batch(seed), seed)
+        got = state_after(model, batch(seed), seed=seed)
+        expected = state_after(plain, batch(seed), seed=seed, call=compiled)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
     report = remat.report(model)
@@ -270,9 +255,8 @@ def test_a_piece_may_have_an_effect() -> None:
 
     for seed in (0, 2, 0):
         x = batch(seed).double()
-        got = state_after(model, model, x, seed)
-        for ours, theirs in zip(got, state_after(plain, plain, x, seed), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+        got, wanted = (state_after(each, x, seed=seed) for each in (model, plain))
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
 
     report = remat.report(model)
     assert report.num_pieces > 1

@@ -37,6 +37,7 @@ from tests.support.broken_steps import (
 from tests.support.planned import (
     UNLIMITED,
     Given,
+    assert_same,
     keep_nothing,
     loss_of,
     on_both_executors,
@@ -61,9 +62,7 @@ def test_a_step_in_pieces_equals_the_plain_step(name: str) -> None:
     planned(model, keep_nothing)
 
     for seed in (0, 2, 1, 3) if name in ("Branches", "ChangesOnOneBranch") else (0, 2):
-        got, expected = state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed)
-        for ours, theirs in zip(got, expected, strict=True):
-            assert torch.equal(ours, theirs)
+        assert_same(state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed))
 
     runner = runner_of(model)
     plan = runner.plan
@@ -236,10 +235,7 @@ def test_an_error_between_pieces_leaves_nothing_behind() -> None:
 
     plain.load_state_dict(model.state_dict())
     for seed in range(2):
-        for ours, theirs in zip(
-            state_after(model, x, seed), state_after(plain, x, seed), strict=True
-        ):
-            assert torch.equal(ours, theirs)
+        assert_same(state_after(model, x, seed), state_after(plain, x, seed))
 
 
 def test_steps_in_pieces_may_overlap() -> None:

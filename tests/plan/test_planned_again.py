@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
-from remat.core.graph import Graph
 from remat.core.schedule import Schedule, simulate
 from remat.core.solution import Solution
 from remat.core.validate import validate
@@ -15,16 +14,12 @@ from remat.plan import planner, solving
 from remat.plan.planner import Options, Plans
 from remat.solvers.auto.solver import Auto
 from remat.tracers.synthetic import random_layered
+from tests.support.planned import Step
 
 LIMIT_S = 10.0
 GRAPH = random_layered(40, seed=0)
 KEEP_ALL_BYTES = simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes
 BUDGET_BYTES, EXCESS_BYTES = int(0.8 * KEEP_ALL_BYTES), int(0.05 * KEEP_ALL_BYTES)
-
-
-@dataclass(frozen=True)
-class Step:
-    graph: Graph = GRAPH
 
 
 @pytest.fixture
@@ -50,8 +45,8 @@ def test_it_starts_from_the_first_plan_and_takes_a_tenth_of_the_time(
 ) -> None:
     """Naive: each plan that Inductor's kernels exceed costs a whole time limit."""
     made = plans()
-    first = made(Step())
-    second = made(Step(), unplanned_bytes=EXCESS_BYTES)
+    first = made(Step(GRAPH))
+    second = made(Step(GRAPH), unplanned_bytes=EXCESS_BYTES)
 
     assert asked == [(LIMIT_S, ()), (LIMIT_S / 10, (first,))]
     assert second.schedule is not None
@@ -64,16 +59,16 @@ def test_a_plan_beside_other_gradients_is_no_start(
 ) -> None:
     """Naive: the plan beside accumulated gradients, for a far smaller budget, gets a tenth too."""
     made = plans()
-    made(Step())
-    made(Step(), gradient_bytes=EXCESS_BYTES)
+    made(Step(GRAPH))
+    made(Step(GRAPH), gradient_bytes=EXCESS_BYTES)
 
     assert asked == [(LIMIT_S, ()), (LIMIT_S, ())]
 
 
 def test_a_solver_that_cannot_start_from_a_plan_solves_anew() -> None:
     made = plans("linear-greedy")
-    made(Step())
-    second = made(Step(), unplanned_bytes=EXCESS_BYTES)
+    made(Step(GRAPH))
+    second = made(Step(GRAPH), unplanned_bytes=EXCESS_BYTES)
 
     assert second.peak_bytes <= BUDGET_BYTES - EXCESS_BYTES
 

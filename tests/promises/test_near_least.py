@@ -57,7 +57,7 @@ def test_the_scout_reports_a_budget_no_stage_can_meet_and_leaves_the_stages() ->
 
     for percent in range(20, 100, 8):
         refinement = Refinement(graph, budget_bytes=keep_all * percent // 100)
-        refinement.stages = refinement.stages.with_cut(refinement.first + 1)
+        refinement.adopt(refinement.stages.with_cut(refinement.first + 1))
         bound_s = scout(refinement, deadline=math.inf)
 
         assert not math.isnan(bound_s)

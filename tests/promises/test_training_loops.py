@@ -26,6 +26,7 @@ from remat.torch_border.modules import get_call
 from tests.support.planned import (
     COMPILES,
     assert_same,
+    batches,
     call_of,
     keep_all,
     on_both_executors,
@@ -57,11 +58,6 @@ class Net(nn.Module):
         hidden = hidden + self.dropout(F.gelu(self.second(hidden)))
         loss: torch.Tensor = self.last(hidden).pow(2).mean()
         return loss
-
-
-def batches(count: int, width: int = 8) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(4, width, generator=generator) for _ in range(count)]
 
 
 def assert_same_loop(

@@ -11,7 +11,8 @@ from torch import nn
 
 import remat
 from remat.pieces.runner import Piecewise
-from tests.support.planned import call_of, loss_of
+from tests.support import planned
+from tests.support.planned import assert_same, call_of, loss_of
 
 WIDTH, ROWS = 16, 256
 
@@ -280,24 +281,16 @@ def batch(seed: int) -> torch.Tensor:
     return x
 
 
-def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Runs a step; returns its loss, gradients and buffers, and the next random number."""
-    model.zero_grad()
-    torch.manual_seed(seed)
+def state_after(model: nn.Module, x: torch.Tensor, seed: int) -> list[Any]:
+    """Everything a step leaves, and the gradient of its input."""
     x = x.clone().requires_grad_()
-    loss = loss_of(model(x))
-    loss.backward()
-
+    states = planned.state_after(model, x, seed=seed)
     assert x.grad is not None
-    gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [loss.detach(), torch.rand(1), x.grad, *gradients, *(b.clone() for b in model.buffers())]
+    return [*states, x.grad]
 
 
 def assert_same_states(model: nn.Module, plain: nn.Module, seed: int = 0) -> None:
-    for ours, theirs in zip(
-        state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed), strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    assert_same(state_after(model, batch(seed), seed), state_after(plain, batch(seed), seed))
 
 
 def runner_of(model: nn.Module) -> Piecewise:

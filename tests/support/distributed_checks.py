@@ -26,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.face.blocks import PlannedBlocks
-from remat.face.planned_module import PlannedCall
 from remat.solvers.core.base import Solver
-from remat.torch_border.modules import get_call
+from tests.support.planned import call_of
 
 WIDTH, TOKENS, BATCH = 32, 16, 32
 
@@ -87,12 +86,6 @@ class Counting(Solver):
 
 def planned(model: Any, budget: str = "70%", **options: Any) -> Any:
     return remat.checkpoint(model, budget, solver=Counting(), costs="flops", **options)
-
-
-def call_of(model: nn.Module) -> PlannedCall:
-    call = get_call(model.module if isinstance(model, DistributedDataParallel) else model)
-    assert isinstance(call, PlannedCall)
-    return call
 
 
 def plan_of(model: nn.Module) -> tuple[remat.Solution, int]:

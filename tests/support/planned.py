@@ -14,6 +14,7 @@ from typing import Any, final
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.face.planned_module import PlannedCall
@@ -39,6 +40,13 @@ COMPILES = [
 on_both_executors = pytest.mark.parametrize(
     "executor", ["eager", pytest.param("inductor", marks=COMPILES)]
 )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A captured step as a planner sees it: its graph."""
+
+    graph: remat.Graph
 
 
 @final
@@ -115,9 +123,14 @@ def reference(model: nn.Module, executor: str = "eager") -> nn.Module:
 
 
 def call_of(model: nn.Module) -> PlannedCall:
-    call = get_call(model)
+    call = get_call(model.module if isinstance(model, DistributedDataParallel) else model)
     assert isinstance(call, PlannedCall)
     return call
+
+
+def batches(count: int, size: int = 4, width: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(size, width, generator=generator) for _ in range(count)]
 
 
 def assert_same(got: Any, want: Any, *, executor: str = "eager") -> None:
@@ -137,12 +150,16 @@ def state_after(
     *args: Any,
     seed: int = 1,
     loss_of: Callable[[Any], torch.Tensor] = loss_of,
+    call: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Everything a step leaves: loss, random state, gradients, buffers."""
+    """Everything a step leaves: loss, random state, gradients, buffers.
+
+    The step calls the model, or `call`, which computes with the model's parameters.
+    """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    loss = loss_of(model(*args, **kwargs))
+    loss = loss_of((model if call is None else call)(*args, **kwargs))
     loss.backward()
 
     gradients = {name: p.grad for name, p in model.named_parameters()}

@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.tracers import devices, profiled, workspace
+from remat.tracers import devices, profiled
 from remat.tracers.cache import DiskCache
 from remat.tracers.calls import Call
 from remat.tracers.cost_models import flops, resolve_costs, roofline
 from remat.tracers.costs import CostModel, Flops, OperatorCost
 from remat.tracers.profiled import profile
+
+pytestmark = pytest.mark.usefixtures("own_measurements")
 
 aten = torch.ops.aten
 
@@ -35,13 +37,6 @@ def node_of(
         graph = make_fx(function)(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
     found: torch.fx.Node = next(node for node in graph.nodes if node.target == target)
     return found
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path)
-    devices._cpu.cache_clear()
-    workspace._store.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,10 @@ from remat.tracers.counts import bytes_moved, flop_of
 from remat.tracers.cpu_workspace import formula_bytes
 from remat.tracers.workspace import workspace_bytes
 
+pytestmark = pytest.mark.usefixtures("own_measurements")
+
 aten = torch.ops.aten
 VOCABULARY = 211
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path)
-    workspace._store.cache_clear()
-    torch.manual_seed(0)
 
 
 def ids(batch: int, length: int) -> torch.Tensor:

@@ -118,7 +118,6 @@ def test_second_looks_go_to_the_narrowest_gap_first(monkeypatch: pytest.MonkeyPa
             budget_bytes,
             steps,
             lower_bound_s=bounds_s[budget_bytes],
-            gap=0.0,
             solver="",
             wall_s=0.0,
         )
@@ -222,5 +221,5 @@ def test_stages_of_models_with_integers_are_not_reused() -> None:
     graph = random_step(12, seed=1)
     shared, budget = Shared(graph), minimum(graph).peak_bytes
     refinement = shared.refinement(budget)
-    refinement.stages = refinement.stages.with_single(graph.num_operators - 2)
+    refinement.adopt(refinement.stages.with_single(graph.num_operators - 2))
     assert len(shared.refinement(budget).boundaries) == 2

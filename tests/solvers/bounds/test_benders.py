@@ -75,7 +75,7 @@ def test_its_bound_is_above_that_of_each_model_and_integers_raise_it() -> None:
     refinement = Refinement(GRAPH, budget_bytes=TIGHT)
     single = []
     for v in range(refinement.first, GRAPH.num_operators):
-        refinement.stages = refinement.stages.cleared().with_single(v)
+        refinement.adopt(refinement.stages.cleared().with_single(v))
         single.append(refinement.relaxed_bound(math.inf))
 
     assert found[0] > max(single)

@@ -164,10 +164,10 @@ def test_the_next_stage_is_where_a_schedule_repeats_a_recomputation() -> None:
     steps = [0, 1, 2, 3, 1, 4, 1, 5, 0, 6]
 
     refinement = Refinement(graph, budget_bytes=10)
-    refinement.stages = refinement.stages.with_single(6)  # of the last model
+    refinement.adopt(refinement.stages.with_single(6))  # of the last model
     refinement.cut_where_repeated(steps, [3, 7])
     assert (refinement.stages.singles, refinement.stages.cuts) == (frozenset({5}), frozenset())
 
-    refinement.stages = refinement.stages.with_cut(4)
+    refinement.adopt(refinement.stages.with_cut(4))
     refinement.cut_where_repeated(steps, [3, 5, 6, 7])  # once in each stage
     assert (refinement.stages.singles, refinement.stages.cuts) == (frozenset({5}), frozenset({4}))

@@ -60,12 +60,12 @@ def test_chosen_stages_give_a_higher_bound_than_cut_ones_and_are_kept() -> None:
 
 def test_without_a_better_stage_or_without_time_the_stages_stay() -> None:
     ample = Refinement(GRAPH, budget_bytes=simulate(GRAPH, Schedule.keep_all(GRAPH)).peak_bytes)
-    ample.stages = ample.stages.with_cut(GRAPH.num_operators - 5)
+    ample.adopt(ample.stages.with_cut(GRAPH.num_operators - 5))
     scout(ample, deadline=math.inf)
     assert ample.stages.singles == frozenset()
     assert ample.stages.cuts == {GRAPH.num_operators - 5}
     hurried = Refinement(GRAPH, budget_bytes=TIGHT)
-    hurried.stages = hurried.stages.with_cut(GRAPH.num_operators - 5)
+    hurried.adopt(hurried.stages.with_cut(GRAPH.num_operators - 5))
     assert scout(hurried, deadline=0.0) == -math.inf
     assert hurried.stages.cuts == {GRAPH.num_operators - 5}
 
