@@ -23,8 +23,6 @@ LONG_FUNCTIONS = {
     "remat/cli/solver_commands.py: solve": _COMMAND,
     "remat/cli/solver_commands.py: sweep": _COMMAND,
     "remat/face/api.py: checkpoint": f"{_OPTIONS}, and are passed on one to a line",
-    "tracers/cuda_attention.py: cuda_attention": "the call of each of four kernels, in its own "
-    "order of arguments, inside a function with the signature of torch's",
 }
 LONG_ARGUMENT_LISTS = {
     "remat/cli/doctor_command.py: doctor": _COMMAND,
@@ -33,10 +31,7 @@ LONG_ARGUMENT_LISTS = {
     "remat/fit/fits.py: fits": _OPTIONS,
     "remat/fit/question.py: Question.of": "takes the options of `fits` as the user gave them",
 }
-_ONE_STATE = "one class that owns the state which all of its methods change"
 LONG_FILES = {
-    "remat/face/planned_module.py": _ONE_STATE,
-    "remat/pieces/runner.py": _ONE_STATE,
     "solvers/bounds/benders.py": "the method, with its parts and papers, is in its docstring",
     "solvers/bounds/window.py": "the formulas of the model are in its docstring",
     "solvers/search/greedy_eviction.py": "numba compiles functions of one module together",
