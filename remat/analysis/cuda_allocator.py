@@ -61,6 +61,7 @@ class Pool:
     is_small: bool
     is_expandable: bool
     segments: list[int] = field(default_factory=list)
+    reserved_bytes: int = 0  # of all segments
     _free: list[Block] = field(default_factory=list)
     _starting: dict[tuple[int, int], Block] = field(default_factory=dict)
     _ending: dict[tuple[int, int], Block] = field(default_factory=dict)
@@ -114,7 +115,9 @@ class Pool:
         tail = self._ending.get((segment, end))
 
         missing_bytes = size_bytes - (tail.size_bytes if tail else 0)
-        self.segments[segment] += self._segment_bytes(missing_bytes)
+        more_bytes = self._segment_bytes(missing_bytes)
+        self.segments[segment] += more_bytes
+        self.reserved_bytes += more_bytes
         self.give_back(Block(self.segments[segment] - end, segment, end))
         return self._ending[segment, self.segments[segment]]
 
@@ -151,7 +154,7 @@ class CudaAllocator:
     @property
     def now(self) -> CudaPeaks:
         """The bytes that are requested, allocated and reserved now."""
-        reserved = sum(sum(pool.segments) for pool in self.pools)
+        reserved = sum(pool.reserved_bytes for pool in self.pools)
         return CudaPeaks(self._requested, self._allocated, reserved)
 
     def allocate(self, size_bytes: int) -> int:

@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,8 +27,12 @@ from torch import nn
 _RESERVED = {"function", "of", "reach", *dir(nn.Module())}
 _MOST_ITEMS = 1000  # in a container that is searched; a longer one is taken for data
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
-PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
-_CONTAINERS = (list, tuple, set, frozenset, Mapping)
+_MOST_WATCHED = 100  # in a container that is compared at each call
+# what leads to no module
+PLAIN = (
+    torch.Tensor, str, bytes, int, float, complex, type(None), torch.device, torch.dtype,
+    torch.Generator, np.ndarray, np.generic, PurePath,
+)  # fmt: skip
 
 
 def reached_modules(function: Any, args: Any = (), kwargs: Any = None) -> dict[str, nn.Module]:
@@ -65,30 +70,25 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Trace:
-    """Recognises an object without keeping it alive; a container also by its items."""
+    """Recognises what a value leads to, without keeping that alive.
 
-    refer: Callable[[], Any]
-    items: tuple[Trace, ...] = ()
+    Attributes:
+        found: weak references to the value itself, or to the objects in a container.
+    """
+
+    found: tuple[Callable[[], Any], ...]
 
     @classmethod
-    def of(cls, value: Any, depth: int = 3) -> Trace:
-        """Returns the trace of a value; containers are looked into to a small depth."""
-        if isinstance(value, _CONTAINERS) and depth:
-            inner = (cls.of(item, depth - 1) for item in _objects_in(value))
-            return cls(lambda: None, tuple(inner))
-        try:
-            return cls(weakref.ref(value))
-        except TypeError:
-            return cls(lambda: None)
+    def of(cls, value: Any) -> Trace:
+        """Returns the trace of a value."""
+        return cls(tuple(map(_referring_to, _objects_in(value))))
 
     def is_of(self, value: Any) -> bool:
         """False for another object, and for a container of others."""
-        if isinstance(value, _CONTAINERS):
-            now = _objects_in(value)
-            return len(now) == len(self.items) and all(
-                trace.is_of(item) for trace, item in zip(self.items, now, strict=True)
-            )
-        return self.refer() is value
+        now = _objects_in(value)
+        return len(now) == len(self.found) and all(
+            item is found() for item, found in zip(now, self.found, strict=True)
+        )
 
 
 def reached_from(
@@ -131,7 +131,7 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self.look(part, name)
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, list | tuple | set | frozenset | Mapping):
             for key, item in _items(value):
                 self.look(item, f"{name}_{key}")
         elif not _is_torchs(value):
@@ -202,8 +202,29 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return list(container.items() if isinstance(container, Mapping) else enumerate(container))
 
 
-def _objects_in(container: Any) -> list[Any]:
-    return [item for _, item in _items(container) if not isinstance(item, PLAIN)]
+def _objects_in(value: Any, depth: int = 3) -> list[Any]:
+    """Returns what may lead to modules: a value itself, or what is in it to a small depth.
+
+    Containers with many items are taken for data, and those of other types count as they are.
+    """
+    if isinstance(value, PLAIN):
+        return []
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if type(value) not in (list, tuple, set, frozenset, dict):
+        return [value]
+    if len(value) > _MOST_WATCHED or not depth:
+        return []
+    items = value.values() if isinstance(value, dict) else value
+    return [inner for item in list(items) for inner in _objects_in(item, depth - 1)]
+
+
+def _referring_to(value: Any) -> Callable[[], Any]:
+    """Returns a weak reference; where there can be none, what is never the same."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return object
 
 
 def _found_in(home: Any, name: str) -> Any:

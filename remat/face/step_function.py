@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.face.planned_module import PlannedCall
-from remat.face.reached_modules import Lookup, Trace, reached_from
+from remat.face.reached_modules import PLAIN, Lookup, Trace, reached_from
 from remat.plan.distributed import planned_part, run_around_ddp
 from remat.torch_border.modules import get_call, set_call
 from remat.torch_border.other_compiles import is_met_by_another_compile, uncompiled
@@ -90,8 +90,8 @@ class PlannedFunction:
         return _itself, (self.__wrapped__,)
 
     def _reach(self, args: Any, kwargs: Any) -> None:
-        leaves = pytree.tree_leaves((args, kwargs))
-        is_same = self._given is not None and self._given.is_of(leaves)
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if not isinstance(x, PLAIN)]
+        is_same = self._given is not None and self._given.is_of(tuple(leaves))
         if is_same and all(lookup.is_same() for lookup in self.step.lookups):
             return
         call = get_call(self.step)

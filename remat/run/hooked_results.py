@@ -19,6 +19,10 @@ from remat.core.errors import TraceError
 from remat.torch_border.allocator import abandon_node
 from remat.torch_border.autograd import current_node, node_of_step
 
+# their hooks on what a model returns start work at the backward; they don't read gradients
+_LIBRARIES = frozenset({
+    "torch", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed",
+})  # fmt: skip
 _READ = "_remat_read_results"  # attribute of an autograd node: weak references to results
 
 
@@ -30,10 +34,12 @@ def results_read_by_others(module: fx.GraphModule) -> tuple[int, ...]:
     if len(nodes) < 2:
         return ()
 
-    waiting = list({source for node in nodes for source in node.all_input_nodes})
+    every = (source for node in nodes for source in node.all_input_nodes)
+    waiting = list(set(filter(_passes_gradients, every)))
     read = set(waiting)
     while waiting:
-        fresh = {source for source in waiting.pop().all_input_nodes if source not in read}
+        sources = filter(_passes_gradients, waiting.pop().all_input_nodes)
+        fresh = {source for source in sources if source not in read}
         read |= fresh
         waiting += fresh
     return tuple(place for place, node in enumerate(results) if node in nodes and node in read)
@@ -59,17 +65,22 @@ def refuse_hooked_results() -> None:
         )
 
 
+def _passes_gradients(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or value.requires_grad
+
+
 def _has_gradient(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.requires_grad and node.op != "placeholder"
 
 
 def _is_hooked(result: torch.Tensor) -> bool:
-    """True for the user's hooks; torch's own, such as FSDP's, only ask when a gradient arrives."""
+    """True for the user's hooks; a library's, such as FSDP's, only ask when a gradient arrives."""
     return result.retains_grad or any(map(_is_users, (result._backward_hooks or {}).values()))
 
 
 def _is_users(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).split(".")[0] != "torch"
+    return str(getattr(hook, "__module__", "")).split(".")[0] not in _LIBRARIES

@@ -9,6 +9,7 @@ reads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,23 +31,43 @@ class IdleHooks:
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Removes the hooks inside of a `with` block, and restores them in their order."""
-        before = [(hooks, dict(hooks)) for hooks in self._hooks()]
-        for hooks, all_of_them in before:
-            for number in filter(lambda number: _only_asks(all_of_them[number]), all_of_them):
-                hooks.pop(number, None)
+        with _LOCK:
+            mine = self._hooks()
+            for hooks in mine:
+                count, before = _USERS.get(id(hooks), (0, dict(hooks)))
+                _USERS[id(hooks)] = count + 1, before
+                for number in filter(lambda number: _only_asks(before[number]), before):
+                    hooks.pop(number, None)
 
         try:
             yield
         finally:
-            for hooks, all_of_them in before:
-                _put_back(hooks, all_of_them)
+            with _LOCK:
+                for hooks in mine:
+                    count, before = _USERS.pop(id(hooks))
+                    if count > 1:
+                        _USERS[id(hooks)] = count - 1, before
+                    else:
+                        _put_back(hooks, before)
 
     def _hooks(self) -> list[dict[int, Any]]:
         if self._registered != RemovableHandle.next_id:
             self._registered = RemovableHandle.next_id
             every = map(forward_hooks, self._module.modules())
-            self._found = [hooks for hooks in every if any(map(_only_asks, hooks.values()))]
+            self._found = [hooks for hooks in every if any(map(_only_asks, _all_of(hooks)))]
         return self._found
+
+
+_LOCK = threading.Lock()
+# id of a module's hooks -> how many running steps removed some, and all hooks before; steps in
+# several threads may share a module
+_USERS: dict[int, tuple[int, dict[int, Any]]] = {}
+
+
+def _all_of(hooks: dict[int, Any]) -> list[Any]:
+    """Returns a module's hooks, with those that a running step removed."""
+    _, before = _USERS.get(id(hooks), (0, {}))
+    return [*hooks.values(), *before.values()]
 
 
 def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:

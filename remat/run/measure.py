@@ -182,7 +182,7 @@ class FirstStepMeter:
         waiting: the last forward that was measured, until its backward runs.
         num_backwards: how many planned backwards ran.
         num_unmeasured: how many forwards still run before one is measured.
-        owner: what all steps of one plan have in common.
+        owner: what all steps of one planned module have in common.
     """
 
     device: str

@@ -25,24 +25,25 @@ class Turn:
     Until then the peaks of CUDA's allocator are this owner's, with what runs outside of plans.
     """
 
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
+    def __init__(self, owner: object, gpu: int) -> None:
+        self.owner, self.gpu = owner, gpu
 
     @property
     def is_over(self) -> bool:
         """True once another turn began; it never becomes False again."""
-        return _Now.turn is not self
+        return _TURNS.get(self.gpu) is not self
 
 
-class _Now:
-    turn = Turn(None)
+_TURNS: dict[int, Turn] = {}  # by GPU: each has its own statistics
 
 
 def turn_of(owner: object) -> Turn:
-    """Notes that a planned step of `owner` runs, and returns the owner's turn."""
-    if _Now.turn.owner is not owner:
-        _Now.turn = Turn(owner)
-    return _Now.turn
+    """Notes that a planned step of `owner` runs on the current GPU; returns the owner's turn."""
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    turn = _TURNS.get(gpu)
+    if turn is None or turn.owner is not owner:
+        turn = _TURNS[gpu] = Turn(owner, gpu)
+    return turn
 
 
 def reset_peaks(owner: object = None) -> Turn:

@@ -32,7 +32,8 @@ def operators_left_alone() -> Iterator[None]:
     - `max(a, b)` of two tensors is one of them; `torch.maximum` would give the other one, and the
       parameters behind it, a gradient of zeros. It is a graph break.
     - `numpy.random` has a generator of its own; dynamo draws from torch's. It is a graph break.
-    - NumPy's functions of an array round differently from torch's. They are a graph break.
+    - NumPy's functions and methods of an array round differently from torch's. They are a graph
+      break; operators between arrays are not.
     - `nn.TransformerEncoder` returns zeros for padding in its fast path, and asks whether it is
       compiled before it takes that. It is told that it is not where it may take it.
     """
@@ -125,9 +126,7 @@ def _broken_at_arrays(handler: Callable[..., Any]) -> Callable[..., Any]:
         is_method = isinstance(given[0], str)
         is_exact = is_method and (given[0] in _EXACT or given[0].startswith("__"))
         args, kwargs = given[-2:]
-        is_of_arrays = is_method or any(
-            isinstance(value, NumpyNdarrayVariable) for value in (*args, *kwargs.values())
-        )
+        is_of_arrays = is_method or any(map(_has_arrays, (*args, *kwargs.values())))
         if _is_capturing() and is_of_arrays and not is_exact:
             _break_graph(
                 gb_type="Function of a NumPy array",
@@ -140,18 +139,24 @@ def _broken_at_arrays(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
+def _has_arrays(variable: Any) -> bool:
+    """True for an array, and for a list or tuple with one (`BaseListVariable.items`, 2.13)."""
+    if isinstance(variable, dynamo_variables.BaseListVariable):
+        return any(map(_has_arrays, variable.items))
+    return isinstance(variable, NumpyNdarrayVariable)
+
+
 def _eager_for_encoders(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a handler of `torch.compiler.is_compiling` for the encoder that asks it."""
 
     @functools.wraps(handler)
     def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         encoder = getattr(tx.symbolic_locals.get("self"), "value", None)
-        if (
-            _is_capturing()
-            and isinstance(encoder, nn.TransformerEncoder)
-            and not (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters()))
-        ):
-            return dynamo_variables.ConstantVariable.create(False)
+        if _is_capturing() and isinstance(encoder, nn.TransformerEncoder):
+            is_reached = getattr(tx.symbolic_locals.get("src"), "requires_grad", False)
+            is_trained = is_reached or any(p.requires_grad for p in encoder.parameters())
+            if not (torch.is_grad_enabled() and is_trained):
+                return dynamo_variables.ConstantVariable.create(False)
         return handler(self, tx, *args, **kwargs)
 
     return handle

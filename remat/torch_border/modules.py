@@ -52,8 +52,14 @@ def call_with_forward(
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the forward that was set on a module itself; None if it has its class's."""
-    return vars(module).get("forward")
+    """Returns the forward that was set on a module itself; None if it has its class's.
+
+    It leaves out what `call_with_forward` sets.
+    """
+    with _LOCK:
+        if id(module) in _CALLS:
+            return _CALLS[id(module)][1]
+        return vars(module).get("forward")
 
 
 class OwnCall(ABC):

@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -514,6 +515,24 @@ def test_objects_that_live_for_one_call_are_told_apart() -> None:
     for model in models:
         planned(rows(1), SimpleNamespace(model=model)).backward()
         assert list(planned.step.children()) == [model]
+
+
+def test_what_stays_the_same_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: devices, types and bound methods are taken for other ones at each call."""
+    device, pairs = torch.device("cpu"), [(1, torch.ones(2)), (2, torch.ones(2))]
+    settings = {"a": {"b": {"c": {"d": Path("x")}}}}
+
+    def step(x: torch.Tensor, call: Any, dtype: torch.dtype) -> Any:
+        assert device.type == "cpu" and pairs and settings
+        return call(x.to(dtype)).square().mean()
+
+    model = nn.Linear(WIDTH, WIDTH)
+    planned: Any = remat.checkpoint(step, UNLIMITED, costs="flops")
+    planned(rows(1), model.forward, torch.float32).backward()
+    monkeypatch.setattr(type(planned.step), "reach", None)
+    for _ in range(2):
+        pairs.append((3, torch.ones(2)))  # data
+        planned(rows(1), model.forward, torch.float32).backward()
 
 
 def test_arguments_are_not_kept_alive() -> None:

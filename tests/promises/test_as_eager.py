@@ -243,6 +243,9 @@ def test_other_compiles_keep_dynamos_operators() -> None:
 ARRAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "function": lambda m, h: torch.from_numpy(np.std(h.detach().numpy(), axis=0)),
     "method": lambda m, h: torch.from_numpy(h.detach().numpy().std(0)),
+    "list": lambda m, h: torch.from_numpy(
+        np.mean([h.detach().numpy(), h.detach().numpy()], axis=0)
+    ),
     "keyword": lambda m, h: torch.from_numpy(np.mean(a=h.detach().numpy(), axis=0)),
 }
 
@@ -295,10 +298,12 @@ def test_an_encoder_takes_its_fast_path(is_frozen: bool) -> None:
     assert_same(state_after(model, x), state_after(plain, x))
 
 
-def test_a_trained_encoder_is_captured_whole() -> None:
-    """Its fast path is only for what is not trained."""
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_encoder_whose_gradients_are_needed_is_captured_whole(is_frozen: bool) -> None:
+    """Its fast path is only for what is not trained, and is reached by nothing that is."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
+    encoder.requires_grad_(not is_frozen)
     plain = Step(lambda m, x: x)
     plain.compute = lambda m, x: encoder(
         m.first(x)[None], src_key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)
@@ -366,6 +371,31 @@ def test_a_whole_gradient_of_a_hidden_state_is_refused(
     HOOKS[name](hidden)
     with pytest.raises(remat.TraceError, match="retain_grad"):
         (loss + hidden.mean() if differentiate == "all" else loss).backward()
+
+
+def test_what_is_computed_without_gradients_reads_no_hidden_state() -> None:
+    """The features' gradient arrives from outside alone, as in plain PyTorch."""
+    plain = Step(lambda m, x: (m.second(m.first(x).detach()).sum(), m.first(x)))
+    plain.compute = lambda m, x: (lambda h: (m.second(h.detach()).sum(), h))(m.first(x).sin())
+    model = planned(copy.deepcopy(plain), differentiate="all")
+    gradients = []
+    for each in (model, plain):
+        loss, hidden = each(torch.ones(4, WIDTH))
+        hidden.retain_grad()
+        (loss + hidden.mean()).backward()
+        gradients.append(hidden.grad)
+    assert_same(*gradients)
+
+
+def test_hooks_of_a_library_are_its_own() -> None:
+    """Naive: Fabric hooks everything that a model returns, and each backward is refused."""
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    model = Step(_hidden)
+    planned(model)
+    loss, hidden = fabric.setup(model)(torch.randn(4, WIDTH))
+    assert hidden._backward_hooks
+    fabric.backward(loss)
+    assert model.first.weight.grad is not None
 
 
 def test_the_whole_gradient_of_a_loss_may_be_kept() -> None:
