@@ -31,6 +31,7 @@ from tests.support.outside_memory import (
 pytestmark = pytest.mark.usefixtures("fresh_torch", "torch_is_left_as_it_was")
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.12
 def test_torch_is_as_it_was_after_the_first_step() -> None:
     model, x = planned(net(), 1 << 30), batch()
     loss = loss_outside(model, x)

@@ -262,7 +262,7 @@ def test_a_piece_may_have_an_effect() -> None:
     assert report.num_pieces > 1
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.budget_bytes
-    if torch.__version__ >= "2.12":  # Inductor of 2.11 leaves such a check out
+    if torch.__version__ >= "2.13":  # Inductor before that leaves such a check out
         with pytest.raises(RuntimeError, match=r"linalg\.cholesky"):
             model(batch(0).double() * torch.nan)
 
