@@ -58,6 +58,11 @@ class Attention(NamedTuple):
     enable_gqa: bool = False
     version: tuple[int, ...] = VERSION
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
 
 def chosen_kernel(call: Attention) -> str:
     """Returns `cudnn`, `flash`, `efficient` or `math`.
@@ -78,21 +83,19 @@ def chosen_kernel(call: Attention) -> str:
 
 def with_batch(call: Attention) -> Attention:
     """Returns the call with a batch of one, which torch adds from 2.14 on (sdp_utils_cpp.h)."""
-    tensors = (call.query, call.key, call.value)
-    if call.version < (2, 14) or any(tensor.dim() != 3 for tensor in tensors):
+    if call.version < (2, 14) or any(tensor.dim() != 3 for tensor in call.tensors):
         return call
 
     mask = call.mask
     while mask is not None and mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    query, key, value = (tensor.unsqueeze(0) for tensor in tensors)
+    query, key, value = (tensor.unsqueeze(0) for tensor in call.tensors)
     return call._replace(query=query, key=key, value=value, mask=mask)
 
 
 def needs_gradient(call: Attention) -> bool:
     """True where a gradient of query, key or value will be asked for."""
-    tensors = (call.query, call.key, call.value)
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -112,7 +115,7 @@ def _enabled_kernels() -> tuple[str, ...]:
 
 def _fits_fused_kernels(call: Attention) -> bool:
     """Four dimensions, one batch, one type, no empty length, and rows without gaps."""
-    query, tensors = call.query, (call.query, call.key, call.value)
+    query, tensors = call.query, call.tensors
     return (
         all(tensor.dim() == 4 for tensor in tensors)
         and all(tensor.shape[0] == query.shape[0] for tensor in tensors)
@@ -153,7 +156,7 @@ def _has_ampere(call: Attention) -> bool:
 
 def _has_heads_in_groups(call: Attention) -> bool:
     """Several heads may share those of key and value; without `enable_gqa` only from 2.14 on."""
-    heads, of_key, of_value = (tensor.shape[1] for tensor in (call.query, call.key, call.value))
+    heads, of_key, of_value = (tensor.shape[1] for tensor in call.tensors)
     if call.enable_gqa:
         return heads % of_key == 0 and of_key == of_value
     return heads == of_key == of_value or (call.version >= (2, 14) and of_key == of_value == 1)
@@ -161,7 +164,7 @@ def _has_heads_in_groups(call: Attention) -> bool:
 
 def _has_heads_for_cudnn(call: Attention) -> bool:
     """With `enable_gqa`, key and value may have different numbers of heads."""
-    heads, of_key, of_value = (tensor.shape[1] for tensor in (call.query, call.key, call.value))
+    heads, of_key, of_value = (tensor.shape[1] for tensor in call.tensors)
     if call.enable_gqa:
         return heads % of_key == 0 and heads % of_value == 0
     return _has_heads_in_groups(call)
@@ -238,7 +241,7 @@ def _has_width_for_efficient(call: Attention) -> bool:
     alignment = 16 // call.query.itemsize
     if call.query.dtype == torch.float32 and call.capability < AMPERE:
         alignment = 1
-    widths = (call.query.shape[3], call.key.shape[3], call.value.shape[3])
+    widths = [tensor.shape[3] for tensor in call.tensors]
     return widths[0] == widths[1] and all(w > 0 and w % alignment == 0 for w in widths)
 
 

@@ -60,9 +60,7 @@ def cuda_attention(device: Device) -> Iterator[None]:
 
 def _cudnn(call: Attention, scale: float | None) -> Any:
     return aten._scaled_dot_product_cudnn_attention(
-        call.query,
-        call.key,
-        call.value,
+        *call.tensors,
         _as_float(call.mask, call.query.dtype),
         needs_gradient(call),
         call.dropout_p,
@@ -77,7 +75,7 @@ def _flash(call: Attention, scale: float | None) -> Any:
     padding = (0, -width % 8)
     query, key, value = (
         torch.nn.functional.pad(tensor, padding) if padding[1] else tensor
-        for tensor in (call.query, call.key, call.value)
+        for tensor in call.tensors
     )
     scale = 1 / math.sqrt(width) if scale is None else scale
     result = aten._scaled_dot_product_flash_attention(
@@ -91,9 +89,7 @@ def _efficient(call: Attention, scale: float | None) -> Any:
     if mask is not None:
         mask = _with_aligned_rows(mask).expand(*call.query.shape[:-1], call.key.shape[-2])
     return aten._scaled_dot_product_efficient_attention(
-        call.query,
-        call.key,
-        call.value,
+        *call.tensors,
         mask,
         needs_gradient(call),
         call.dropout_p,
@@ -104,9 +100,7 @@ def _efficient(call: Attention, scale: float | None) -> Any:
 
 def _math(call: Attention, scale: float | None) -> Any:
     return aten._scaled_dot_product_attention_math(
-        call.query,
-        call.key,
-        call.value,
+        *call.tensors,
         _as_float(call.mask, call.query.dtype),
         call.dropout_p,
         call.is_causal,

@@ -1,13 +1,12 @@
 """Formulas for the workspace of torch's CUDA operators, each with its source in torch.
 
-From torch's sources alone: no GPU has been asked about these yet.
+They follow from torch's sources; no GPU has confirmed them yet.
 """
 
 from __future__ import annotations
 
 from .calls import Call, TensorSpec, aten
-
-_GRANULARITY_BYTES = 512  # of CUDA's allocator
+from .retarget import allocated_bytes
 
 
 def formula_bytes(call: Call) -> int:
@@ -34,7 +33,7 @@ def _flash_attention_backward(call: Call) -> int:
 
     if key.shape[1] != heads:
         expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize
-        workspace += 2 * _rounded(expanded, _GRANULARITY_BYTES)
+        workspace += 2 * allocated_bytes(int(expanded), "cuda")
 
     return int(workspace) + sum(map(_copy_bytes, (gradient, call.argument("out"))))
 
@@ -42,7 +41,7 @@ def _flash_attention_backward(call: Call) -> int:
 def _copy_bytes(tensor: TensorSpec) -> int:
     """Returns the bytes of a copy in the order batch, length, heads, width, if there is one."""
     is_copied = not tensor.permuted(0, 2, 1, 3).is_contiguous
-    return _rounded(tensor.nbytes, _GRANULARITY_BYTES) if is_copied else 0
+    return allocated_bytes(tensor.nbytes, "cuda") if is_copied else 0
 
 
 def _rounded(number: int, multiple: int) -> int:

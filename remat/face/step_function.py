@@ -91,7 +91,7 @@ class PlannedFunction:
 
     def _reach(self, args: Any, kwargs: Any) -> None:
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if not isinstance(x, PLAIN)]
-        is_same = self._given is not None and self._given.is_of(tuple(leaves))
+        is_same = self._given is not None and self._given.is_of(leaves)
         if is_same and all(lookup.is_same() for lookup in self.step.lookups):
             return
         call = get_call(self.step)
