@@ -2,9 +2,8 @@
 
     python -m experiments.all [--only NAME ...]
 
-The scripts run one after the other; each one's time is printed. If a script fails, the others still
-run, and the exit status is 1. A complete run without failures writes
-`results/experiments_time.json`: wall and CPU seconds by script, and their sums.
+The scripts run one after the other; each one's time is printed, and their sum. If a script fails,
+the others still run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.browser import installed_browser
 from experiments.command_line import parser_of
 from experiments.environment import environment
-from experiments.figures import RESULTS, write
+from experiments.figures import RESULTS
 from remat.cli.demo import SEED
 from remat.core.files import write_whole
 
@@ -78,7 +77,7 @@ def add_environment(path: Path, where: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Runs the scripts, prints their times, and writes the times of a complete run."""
+    """Runs the scripts and prints their times."""
     parser = parser_of(__doc__)
     every = (*FIGURES, *FRONT_PAGE, *(IN_A_BROWSER if installed_browser() else ()))
     parser.add_argument(
@@ -103,14 +102,7 @@ def main() -> int:
         sep="\n",
     )
 
-    is_done = all(t.is_done for t in took.values())
-    if is_done and set(every) <= set(took):
-        write(
-            "experiments_time",
-            {"scripts": {name: asdict(t) for name, t in took.items()}, "total": asdict(total)},
-        )
-
-    return 0 if is_done else 1
+    return 0 if all(t.is_done for t in took.values()) else 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 INSTANCES_VARIABLE = "REMAT_INSTANCES"
@@ -19,6 +19,20 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def add_names(parser: argparse.ArgumentParser, known: Collection[str], metavar: str) -> None:
+    """Adds `names`: any of the known ones, all of them if none is given.
+
+    argparse's `choices` can't do this: Python 3.11 looks for the default among them.
+    """
+
+    def name(word: str) -> str:
+        if word not in known:
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+        return word
+
+    parser.add_argument("names", nargs="*", type=name, default=tuple(known), metavar=metavar)
 
 
 def add_instances(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Do planned steps equal plain ones? All architectures, and every module of `torch.nn`.
 
-    python -m experiments.coverage [MODEL ...]     # all architectures, or the models named
-    python -m experiments.coverage --modules       # torch.nn, through PyTorch's own module database
-    python -m experiments.coverage --missing       # architectures and modules without rows
+    python -m experiments.coverage [MODEL ...]             # all architectures, or those named
+    python -m experiments.coverage --modules [CASE ...]    # torch.nn, by PyTorch's own database
+    python -m experiments.coverage [--modules] --missing   # only those without rows
 
 Each architecture runs at 100 %, 70 % and the least budget, with dropout on. Loss, gradients,
 buffers and random state are compared with plain PyTorch's to the bit; the predicted peak, the
@@ -16,13 +16,12 @@ bounds. The least budget is that of `remat.minimum`. If it is too small for a la
 the budget that the error names is used. If the least budget is above 70 % of keeping everything,
 the table says so.
 
-Writes `experiments/results/coverage.json` and `.md`. Models named on the command line are measured
-again; the others keep their rows.
+Writes `coverage.json` and `.md` in `experiments/results`, with `--modules` `coverage_modules.json`
+and `.md`. Models named on the command line are measured again; the others keep their rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
@@ -31,9 +30,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,8 @@ from .graph_breaks import compare, in_pieces
 from .models import Workload
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
+MODULES = RESULTS.with_name("coverage_modules.json")
+_OF_MODULES = "torch.nn"  # the family of MODULES' rows
 SEED = 0
 _TIME_LIMIT_S = 1.0  # plans only have to be correct here, not cheap
 _ATTEMPTS = 4  # at the least budget: only a step shows what code between pieces holds
@@ -111,10 +111,14 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only models without rows")
     asked = parser.parse_args()
 
-    known = load()
-    cases = _asked_for(asked, known.keys())
+    path = MODULES if asked.modules else RESULTS
+    known, cases = load(path), _modules() if asked.modules else _architectures()
     if unknown := set(asked.models) - {name for name, _, _ in cases}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; {RESULTS.name} has the names")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; {path.name} has the names")
+    if asked.missing:
+        cases = [case for case in cases if case[0] not in known]
+    if asked.models:
+        cases = [case for case in cases if case[0] in asked.models]
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -125,7 +129,7 @@ def main() -> None:
         rows = measure(name, family, make)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         known[name] = {"environment": made, "rows": [asdict(row) for row in rows]}
-        _save(known)
+        _save(known, path)
 
         print(
             name,
@@ -135,15 +139,15 @@ def main() -> None:
             flush=True,
         )
 
-    print(_save(known))
+    print(_save(known, path))
 
 
-def load() -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """Returns what was measured so far: model -> its environment and its rows."""
-    if not RESULTS.exists():
+    if not path.exists():
         return {}
 
-    kept = json.loads(RESULTS.read_text())
+    kept = json.loads(path.read_text())
     return {
         name: {
             "environment": {"date": found["date"], **kept["environments"][found["environment"]]},
@@ -155,7 +159,7 @@ def load() -> dict[str, Any]:
     }
 
 
-def _save(known: dict[str, Any]) -> str:
+def _save(known: dict[str, Any], path: Path) -> str:
     """Writes the results and returns the table.
 
     It is called after each model, so that a stopped run leaves both files consistent. Each
@@ -189,8 +193,8 @@ def _save(known: dict[str, Any]) -> str:
         lines.append(f"{json.dumps(name)}: {json.dumps(model)}")
 
     listed, models = ",\n".join(map(json.dumps, environments)), ",\n".join(lines)
-    RESULTS.write_text(f'{{"environments": [\n{listed}\n],\n"models": {{\n{models}\n}}}}\n')
-    RESULTS.with_suffix(".md").write_text(text + "\n")
+    path.write_text(f'{{"environments": [\n{listed}\n],\n"models": {{\n{models}\n}}}}\n')
+    path.with_suffix(".md").write_text(text + "\n")
 
     return text
 
@@ -206,27 +210,8 @@ def _compile_search() -> None:
     remat.solve(graph, minimum(graph).peak_bytes * 5 // 4, gap=0.02)
 
 
-def _asked_for(
-    asked: argparse.Namespace, known: Container[str]
-) -> list[tuple[str, str, Callable[[], Workload]]]:
-    models = [(name, model.family, model.make) for name, model in ARCHITECTURES.items()]
-    if asked.modules:
-        return _modules()
-    if asked.missing:
-        return _in_turn([case for case in models + _modules() if case[0] not in known])
-    if asked.models:
-        return [case for case in models + _modules() if case[0] in asked.models]
-    return models
-
-
-def _in_turn(
-    cases: list[tuple[str, str, Callable[[], Workload]]],
-) -> list[tuple[str, str, Callable[[], Workload]]]:
-    """Takes one of each family in turn, so that a stopped run has some of each."""
-    families: dict[str, list[tuple[str, str, Callable[[], Workload]]]] = {}
-    for case in cases:
-        families.setdefault(case[1], []).append(case)
-    return [case for row in zip_longest(*families.values()) for case in row if case is not None]
+def _architectures() -> list[tuple[str, str, Callable[[], Workload]]]:
+    return [(name, model.family, model.make) for name, model in ARCHITECTURES.items()]
 
 
 def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
@@ -234,7 +219,7 @@ def _modules() -> list[tuple[str, str, Callable[[], Workload]]]:
 
     A stopped run then has some cases of every module.
     """
-    cases = [(name, "torch.nn", make) for name, make in module_cases()]
+    cases = [(name, _OF_MODULES, make) for name, make in module_cases()]
     return sorted(cases, key=lambda case: int(case[0].rpartition(", ")[2]))
 
 
@@ -398,15 +383,9 @@ def _first_line(error: Exception) -> str:
 
 def table(rows: list[Row]) -> str:
     """Returns counts and rows as Markdown."""
-    modules = [row for row in rows if row.family == "torch.nn"]
-    models = [row for row in rows if row.family != "torch.nn"]
-
-    lines = [f"{len({row.name for row in models})} architectures: {_counts(models)}."]
-    lines += (
-        [f"{len({row.name for row in modules})} cases of torch.nn's modules: {_counts(modules)}."]
-        if modules
-        else []
-    )
+    of_modules = rows[0].family == _OF_MODULES
+    what = "cases of torch.nn's modules" if of_modules else "architectures"
+    lines = [f"{len({row.name for row in rows})} {what}: {_counts(rows)}."]
 
     titles = [
         "family",

@@ -36,7 +36,7 @@ import remat
 from remat.face.capturing import compile_call
 from remat.torch_border.dynamo import capture_settings
 
-from .command_line import parser_of
+from .command_line import add_names, parser_of
 from .comparison import peak_bytes, state_after_step
 from .coverage_models import ARCHITECTURES
 from .environment import environment
@@ -96,14 +96,14 @@ class Row:
 def main() -> None:
     """Measures the models, writes the results and prints the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("models", nargs="*", choices=_NAMES, metavar="MODEL")
-    names = parser.parse_args().models
+    add_names(parser, _NAMES, "MODEL")
+    names = parser.parse_args().names
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
     rows: list[Row] = []
-    for name in names or _NAMES:
+    for name in names:
         plain = _workload(name)
         exact = _difference_in_float64(plain)
         rows += [

@@ -28,7 +28,7 @@ import torch
 
 import remat
 
-from .command_line import parser_of
+from .command_line import add_names, parser_of
 from .comparison import is_same_step, least_bytes, peak_bytes
 from .environment import environment
 from .models import MODELS, Workload, make
@@ -79,10 +79,10 @@ class Row:
 def main() -> None:
     """Measures the named models, or all; writes the results and prints the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("models", nargs="*", choices=MODELS, metavar="MODEL")
+    add_names(parser, MODELS, "MODEL")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
-    for name in parser.parse_args().models or MODELS:
+    for name in parser.parse_args().names:
         rows = measure_model(name)
         made = {**environment(seed=SEED), "threads": torch.get_num_threads()}
         results[name] = {"environment": made, "rows": [asdict(row) for row in rows]}

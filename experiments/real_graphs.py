@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat
-from experiments.command_line import parser_of
+from experiments.command_line import add_names, parser_of
 from experiments.large_models import DenseNet, UNet, UnrolledLSTM
 
 Step = tuple[nn.Module, dict[str, Any]]
@@ -201,13 +201,13 @@ def main() -> None:
     """Traces and saves."""
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("names", nargs="*", choices=STEPS, metavar="NAME")
+    add_names(parser, STEPS, "NAME")
     asked = parser.parse_args()
 
     folder: Path = asked.folder
     folder.mkdir(parents=True, exist_ok=True)
 
-    for name in asked.names or STEPS:
+    for name in asked.names:
         start = time.perf_counter()
         graph = graph_of(name)
         graph.save(folder / f"{name}.json")
