@@ -11,7 +11,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
     }
 
     with (
-        dynamo_config.patch(settings),
+        _set(settings),
         operators_left_alone(),
         fixed_sizes(),
         _telling_of_captures(),
@@ -76,6 +76,24 @@ def capture_settings(*, numbers_are_inputs: bool = True) -> Iterator[None]:
         without_settings_in_log(),
     ):
         yield
+
+
+@contextmanager
+def _set(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Sets those of dynamo's options that have another value, and sets them back.
+
+    `dynamo_config.patch` leaves an entry in the thread's context each time (2.13), which would add
+    up over the steps of a training.
+    """
+    before = {name: getattr(dynamo_config, name) for name in settings}
+    others = {name: value for name, value in settings.items() if before[name] != value}
+    try:
+        for name, value in others.items():
+            setattr(dynamo_config, name, value)
+        yield
+    finally:
+        for name in others:
+            setattr(dynamo_config, name, before[name])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A planned model ends where the plain one does, and nothing stays behind.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
 import pickle
@@ -363,6 +364,16 @@ def test_a_deleted_model_is_gone(executor: str) -> None:
     del model
     gc.collect()
     assert [ref() for ref in parts] == [None] * len(parts)
+
+
+@on_both_executors
+def test_steps_leave_nothing_in_the_context_of_their_thread(executor: str) -> None:
+    """Naive: settings are set by `config.patch`, each of which leaves a context variable behind."""
+    model = planned(Net(), executor=executor)
+    train(model)
+    before = len(contextvars.copy_context())
+    train(model)
+    assert len(contextvars.copy_context()) == before
 
 
 @on_both_executors
