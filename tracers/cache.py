@@ -18,12 +18,12 @@ from remat.core import serialize
 from remat.core.errors import TraceError
 
 _LOG = logging.getLogger(__name__)
-_FORMAT = "v1"
+_FORMAT = "v2"  # v1 had times measured on busy machines
 _SECONDS_BETWEEN_WRITES = 1.0
 
 
 def cache_path(name: str) -> Path:
-    """Returns the file of the cache `name`: `$XDG_CACHE_HOME/remat/NAME-v1.json` on Linux."""
+    """Returns the file of the cache `name`: `$XDG_CACHE_HOME/remat/NAME-v2.json` on Linux."""
     return platformdirs.user_cache_path("remat") / f"{name}-{_FORMAT}.json"
 
 
@@ -61,9 +61,15 @@ class DiskCache:
         )
         return numbers if is_possible else None
 
-    def put(self, key: str, numbers: tuple[float, ...]) -> None:
-        """Stores the numbers of `key`; writes them if the last write is over a second ago."""
-        self._entries[key] = self._fresh[key] = numbers
+    def put(self, key: str, numbers: tuple[float, ...], *, is_kept: bool = True) -> None:
+        """Stores the numbers of `key`, only for this process unless `is_kept`.
+
+        They are written if the last write is over a second ago.
+        """
+        self._entries[key] = numbers
+        if not is_kept:
+            return
+        self._fresh[key] = numbers
         if time.monotonic() - self._written_s > _SECONDS_BETWEEN_WRITES:
             self.flush()
 

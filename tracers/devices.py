@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +19,7 @@ import torch
 from remat.torch_border.kernels import is_onednn_on
 
 from .cache import DiskCache, cache_path
+from .timing import Timing, timed_on_cpu
 
 _T, _G = 1e12, 1e9
 
@@ -285,8 +285,8 @@ def _cpu() -> Device:
     key = machine()
     figures = store.get(key, *_FIGURES)
     if figures is None:
-        figures = _measure_cpu()
-        store.put(key, figures)
+        timings, figures = _measure_cpu()
+        store.put(key, figures, is_kept=not any(timing.is_disturbed for timing in timings))
 
     fp32, bf16, fp16, bandwidth, launch_s, draws_per_s = figures
     source = f"measured on {key}"
@@ -307,41 +307,34 @@ def _cpu() -> Device:
     )
 
 
-def _measure_cpu() -> tuple[float, ...]:
-    """Returns the figures of this CPU, in the order of `_FIGURES`.
+def _measure_cpu() -> tuple[list[Timing], tuple[float, ...]]:
+    """Returns how this CPU was timed, and its figures in the order of `_FIGURES`.
 
     FLOP/s of a square matmul in fp32, bf16 and fp16, bytes/s of a copy, seconds per operator, and
     random numbers per second of a dropout.
     """
+    timings: list[Timing] = []
+
+    def seconds(function: Callable[..., object], *args: torch.Tensor) -> float:
+        function(*args)
+        timings.append(timed_on_cpu(lambda: function(*args), 0.1))
+        return timings[-1].seconds
+
     size = 512
     rates = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         a = torch.ones(size, size, dtype=dtype)
-        rates.append(2 * size**3 / _best_s(torch.ops.aten.mm.default, a, a))
+        rates.append(2 * size**3 / seconds(torch.ops.aten.mm.default, a, a))
 
     source = torch.ones(1 << 25, dtype=torch.uint8)
-    bandwidth = 2 * source.nbytes / _best_s(torch.empty_like(source).copy_, source)
+    bandwidth = 2 * source.nbytes / seconds(torch.empty_like(source).copy_, source)
 
     one = torch.ones(1)
-    launch_s = _best_s(torch.ops.aten.add.Tensor, one, one)
+    launch_s = seconds(torch.ops.aten.add.Tensor, one, one)
     mask, generator = torch.ones(1 << 18), torch.Generator()
-    draws_per_s = mask.numel() / _best_s(lambda: mask.bernoulli_(0.5, generator=generator))
+    draws_per_s = mask.numel() / seconds(lambda: mask.bernoulli_(0.5, generator=generator))
 
-    return (*rates, bandwidth, launch_s, draws_per_s)
-
-
-def _best_s(function: Callable[..., object], *args: torch.Tensor) -> float:
-    """Returns the shortest of up to ten calls' times within 0.15 s, after a first call."""
-    best, end = float("inf"), time.perf_counter() + 0.15
-    for repeat in range(11):
-        start = time.perf_counter()
-        function(*args)
-        now = time.perf_counter()
-        best = min(best, now - start) if repeat else best
-        if now > end and repeat:
-            break
-
-    return best
+    return timings, (*rates, bandwidth, launch_s, draws_per_s)
 
 
 def _physical_memory_bytes() -> int:

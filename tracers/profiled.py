@@ -2,7 +2,7 @@
 
 The measured time is that of the operator alone, with inputs in the processor's cache where they
 fit. Results are stored on disk by device, torch version and call (operator, shapes, strides, types,
-numbers).
+numbers), unless other programs kept the processor busy meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .cache import DiskCache, cache_path
 from .calls import Call
 from .costs import CostModel, OperatorCost, Roofline
 from .counts import bytes_moved, flop_of
-from .replay import seconds_of, workspace_of
+from .replay import timing_of, workspace_of
+from .timing import Timing
 from .workspace import MOST_WORKSPACE_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Profile(CostModel):
     device_type: str
     operator_budget_s: float = 0.02
     store: DiskCache = field(default_factory=lambda: DiskCache(cache_path("profile")), repr=False)
+    _is_told: bool = field(default=False, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -54,10 +56,14 @@ class Profile(CostModel):
         key = f"{self._where}: {call}"
         known = self.store.get(key, (0.0, _MOST_SECONDS), (0.0, MOST_WORKSPACE_BYTES))
         if known is None:
-            known = self._measure(call)
-            if known is None:
+            measured = self._measure(call)
+            if measured is None:
                 return self._estimate(call)
-            self.store.put(key, known)
+            timing, workspace = measured
+            known = timing.seconds, float(workspace)
+            self.store.put(key, known, is_kept=not timing.is_disturbed)
+            if timing.is_disturbed:
+                self._tell_of_other_programs()
         return OperatorCost(known[0], int(known[1]))
 
     @property
@@ -66,12 +72,21 @@ class Profile(CostModel):
             return devices.machine()
         return devices.cuda_settings()
 
-    def _measure(self, call: Call) -> tuple[float, float] | None:
+    def _measure(self, call: Call) -> tuple[Timing, int] | None:
         if call.device_type != self.device_type:
             return None
-        seconds = seconds_of(call, self.operator_budget_s)
-        workspace = None if seconds is None else workspace_of(call)
-        return None if seconds is None or workspace is None else (seconds, float(workspace))
+        timing = timing_of(call, self.operator_budget_s)
+        workspace = None if timing is None else workspace_of(call)
+        return None if timing is None or workspace is None else (timing, workspace)
+
+    def _tell_of_other_programs(self) -> None:
+        if not self._is_told:
+            _LOG.warning(
+                "other programs kept the processor busy while operators were timed; such costs may "
+                "be off, and are measured again by the next process. Plan on a quieter machine, or "
+                'with costs="roofline"'
+            )
+        self._is_told = True
 
     def _estimate(self, call: Call) -> OperatorCost:
         _LOG.warning(

@@ -6,9 +6,7 @@ suits logarithms, roots and probabilities, and integers are 0, which is in range
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +21,7 @@ from remat.torch_border.cuda_allocator import reset_peaks
 from remat.torch_border.kernels import without_modes
 
 from .calls import Call, OpOverload, TensorSpec
-
-Run = Callable[[], Any]
+from .timing import Run, Timing, timed, timed_on_cpu
 
 _QUEUED = 10  # runs between two events; they take some 0.2 ms to queue
 
@@ -70,17 +67,16 @@ def workspace_of(call: Call) -> int | None:
             return None
 
 
-def seconds_of(call: Call, budget_s: float) -> float | None:
+def timing_of(call: Call, budget_s: float) -> Timing | None:
     """Returns the median time of a call; None where it can't be run alone.
 
     After a first run, 3 to 25 runs are timed within about `budget_s` seconds. On a GPU each time is
     the mean of runs that were queued one after the other, which leaves out Python's dispatch.
+
+    On the CPU, runs that waited for a processor don't count (`timed_on_cpu`).
     """
     if not _can_count(call):
         return None
-
-    clock = _seconds_cuda if call.device_type == "cuda" else _seconds_cpu
-    times: list[float] = []
 
     with _without_traces(call.device_type):
         try:
@@ -89,11 +85,9 @@ def seconds_of(call: Call, budget_s: float) -> float | None:
         except _REFUSALS:
             return None
 
-        end = time.perf_counter() + budget_s
-        while len(times) < 3 or (len(times) < 25 and time.perf_counter() < end):
-            times.append(clock(run))
-
-    return statistics.median(times)
+        if call.device_type == "cuda":
+            return timed(run, _seconds_cuda, budget_s)
+        return timed_on_cpu(run, budget_s)
 
 
 def _can_run(call: Call) -> bool:
@@ -166,12 +160,6 @@ def _workspace_cuda(run: Run) -> int:
     _outputs = run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-
-
-def _seconds_cpu(run: Run) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _seconds_cuda(run: Run) -> float:
