@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 from .core.budget import format_bytes, parse_budget
@@ -93,7 +94,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    state = random.getstate()  # libraries draw while they are imported (rich)
+    try:
+        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    finally:
+        random.setstate(state)
     globals()[name] = value
     return value
 

@@ -90,7 +90,7 @@ def quick_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts without measured costs and workspaces, with random numbers from a seed."""
-    monkeypatch.setattr("remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
     devices._cpu.cache_clear()
     workspace._store.cache_clear()
     torch.manual_seed(0)

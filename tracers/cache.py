@@ -12,10 +12,9 @@ import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import platformdirs
-
 from remat.core import serialize
 from remat.core.errors import TraceError
+from remat.core.files import cache_folder
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = "v2"  # v1 had times measured on busy machines
@@ -24,7 +23,7 @@ _SECONDS_BETWEEN_WRITES = 1.0
 
 def cache_path(name: str) -> Path:
     """Returns the file of the cache `name`: `$XDG_CACHE_HOME/remat/NAME-v2.json` on Linux."""
-    return platformdirs.user_cache_path("remat") / f"{name}-{_FORMAT}.json"
+    return cache_folder() / f"{name}-{_FORMAT}.json"
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ import torch
 from remat.torch_border.kernels import is_onednn_on
 
 from .cache import DiskCache, cache_path
+from .replay import without_traces
 from .timing import Timing, timed_on_cpu
 
 _T, _G = 1e12, 1e9
@@ -285,7 +286,8 @@ def _cpu() -> Device:
     key = machine()
     figures = store.get(key, *_FIGURES)
     if figures is None:
-        timings, figures = _measure_cpu()
+        with without_traces("cpu"):  # even in the middle of a capture
+            timings, figures = _measure_cpu()
         store.put(key, figures, is_kept=not any(timing.is_disturbed for timing in timings))
 
     fp32, bf16, fp16, bandwidth, launch_s, draws_per_s = figures
@@ -323,15 +325,15 @@ def _measure_cpu() -> tuple[list[Timing], tuple[float, ...]]:
     size = 512
     rates = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        a = torch.ones(size, size, dtype=dtype)
+        a = torch.ones(size, size, dtype=dtype, device="cpu")
         rates.append(2 * size**3 / seconds(torch.ops.aten.mm.default, a, a))
 
-    source = torch.ones(1 << 25, dtype=torch.uint8)
+    source = torch.ones(1 << 25, dtype=torch.uint8, device="cpu")
     bandwidth = 2 * source.nbytes / seconds(torch.empty_like(source).copy_, source)
 
-    one = torch.ones(1)
+    one = torch.ones(1, device="cpu")
     launch_s = seconds(torch.ops.aten.add.Tensor, one, one)
-    mask, generator = torch.ones(1 << 18), torch.Generator()
+    mask, generator = torch.ones(1 << 18, device="cpu"), torch.Generator(device="cpu")
     draws_per_s = mask.numel() / seconds(lambda: mask.bernoulli_(0.5, generator=generator))
 
     return timings, (*rates, bandwidth, launch_s, draws_per_s)

@@ -42,7 +42,7 @@ def results_of(call: Call) -> tuple[torch.Tensor, ...] | None:
     if not _can_run(call):
         return None
 
-    with _without_traces(call.device_type):
+    with without_traces(call.device_type):
         try:
             found = _run_of(call)()
         except _REFUSALS:
@@ -59,7 +59,7 @@ def workspace_of(call: Call) -> int | None:
     """
     if not _can_count(call):
         return None
-    with _without_traces(call.device_type):
+    with without_traces(call.device_type):
         try:
             run = _run_of(call)
             return _workspace_cuda(run) if call.device_type == "cuda" else _workspace_cpu(run)
@@ -78,7 +78,7 @@ def timing_of(call: Call, budget_s: float) -> Timing | None:
     if not _can_count(call):
         return None
 
-    with _without_traces(call.device_type):
+    with without_traces(call.device_type):
         try:
             run = _run_of(call)
             run()
@@ -107,7 +107,7 @@ def _can_count(call: Call) -> bool:
 
 
 @contextmanager
-def _without_traces(device_type: str) -> Iterator[None]:
+def without_traces(device_type: str) -> Iterator[None]:
     """Runs operators for real in a `with` block, even during a trace on fake tensors.
 
     Random generators are restored; autograd and autocast are off.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import io
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -160,5 +162,8 @@ for _command in (solve, frontier, plot, report, export, bench, sweep, doctor):
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the command line; on a terminal without Unicode, `?` stands for other characters."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app(prog_name="remat")

@@ -14,7 +14,20 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+import platformdirs
+
 _OLD_S = 3600.0  # seconds after which a temporary file counts as left behind
+
+
+def cache_folder() -> Path:
+    """Returns the user's cache folder of the package; a user without a home has none.
+
+    Writing into the path that they get is an `OSError`, which caches expect.
+    """
+    try:
+        return platformdirs.user_cache_path("remat")
+    except RuntimeError:  # an account without a home folder, and no XDG_CACHE_HOME
+        return Path(os.devnull) / "remat"
 
 
 def write_whole(path: str | Path, content: bytes) -> None:

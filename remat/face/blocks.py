@@ -19,6 +19,7 @@ from remat.core.errors import TraceError
 from remat.face.executors import chosen_executor, install
 from remat.face.outside_room import OutsideRoom
 from remat.face.planned_module import PlannedCall
+from remat.pieces.compiled_piece import released
 from remat.pieces.joined_step import JoinedStep
 from remat.pieces.runner import Piecewise
 from remat.pieces.sharding import outside_bytes, sharding_of, with_sharding
@@ -162,7 +163,7 @@ class CompiledForwards:
 
 def install_blocks(blocks: Iterable[nn.Module], piecewise: Piecewise, *, is_inductor: bool) -> None:
     """Makes each block run as a piece; blocks of one class share what is compiled."""
-    forwards = CompiledForwards(piecewise.backend)
+    forwards = CompiledForwards(released(piecewise.backend))
     for block in blocks:
         install(block, BlockCall(block, forwards, piecewise), is_inductor=is_inductor)
 

@@ -27,8 +27,9 @@ from remat.face.capturing import (
 )
 from remat.face.executors import Before, chosen_executor
 from remat.face.outside_room import OutsideRoom
-from remat.face.recaptures import Recaptures
+from remat.face.recaptures import Recaptures, room_for
 from remat.pieces.break_messages import NOT_COMPILED
+from remat.pieces.compiled_piece import released
 from remat.pieces.runner import Piecewise
 from remat.pieces.unplanned_memory import gradient_bytes, tensors_of, there_bytes
 from remat.plan.distributed import bucket_bytes, refuse_sharded
@@ -83,9 +84,8 @@ class PlannedCall(OwnCall):
         self.captured_s = 0.0
         self.outside = OutsideRoom(module, is_fixed=isinstance(plan, FixedPlan))
 
-        # bytes of gradients that earlier steps left, and of DDP's buckets; what dynamo does not
-        # guard -> the compiled step
-        self._whole: dict[Hashable, Callable[..., Any]] = {}
+        # bytes of gradients left by earlier steps, of DDP's buckets; what is unguarded -> the step
+        self._whole: dict[tuple[int, int, Hashable], Callable[..., Any]] = {}
         self._num_runs = 0  # of compiled graphs, in calls that ran as one graph
         self._frame = new_frame()
         self._recaptures = Recaptures(type(module).__name__)
@@ -159,8 +159,7 @@ class PlannedCall(OwnCall):
 
     def _planned(self, args: Any, kwargs: Any) -> Any:
         settings = unguarded(self.module)
-        if self._is_begun and self.piecewise is not None and settings != self._settings:
-            self._forget_plans()
+        if self.piecewise is not None and settings != self._settings:
             self._begin_anew()
         self._settings = settings
         if self._is_begun:
@@ -276,7 +275,7 @@ class PlannedCall(OwnCall):
 
         in_pieces = compile_call(
             self.module,
-            piecewise.backend,
+            released(piecewise.backend),
             is_whole=False,
             frame=self._frame,
             on_recapture=self._recaptures.note,
@@ -323,9 +322,11 @@ class PlannedCall(OwnCall):
 
     def _whole_step(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Returns the step as one graph, planned with room for the gradients that exist now."""
-        is_planned, kind = isinstance(self.plan, Plans), self.device_type
-        held_bytes = gradient_bytes(self.module, kind, inputs) if is_planned else 0
-        key = held_bytes, bucket_bytes(), self._settings
+        held_bytes, others = 0, (bucket_bytes(), self._settings)
+        if isinstance(self.plan, Plans):
+            rooms = [room for room, *more in self._whole if tuple(more) == others]
+            held_bytes = room_for(gradient_bytes(self.module, self.device_type, inputs), rooms)
+        key = held_bytes, *others
         if key not in self._whole:
             self._whole[key] = compile_call(
                 self.module,

@@ -10,12 +10,24 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
 _LOG = logging.getLogger(__name__)
 _PLANS = 3  # plans of one module at which the warning is given
+_ROOMS = 4  # sizes of earlier gradients with a plan of their own; round, not measured
 _SHOWN = 3  # changes listed in the warning, at most
 _PREFIX = re.compile(r"^\d+/\d+(_\d+)?: ")  # dynamo's number of the earlier capture
 _SHAPE = re.compile(r"(size|stride|rank|shape) mismatch|\.size\(|\.shape|\.stride\(")
+
+
+def room_for(held_bytes: int, rooms: Sequence[int]) -> int:
+    """Returns for which size of earlier gradients a step is planned, given the known `rooms`.
+
+    The first few sizes get a capture and a plan of their own, others the next larger plan.
+    """
+    if held_bytes in rooms or len(rooms) < _ROOMS:
+        return held_bytes
+    return min((room for room in rooms if room > held_bytes), default=held_bytes)
 
 
 class Recaptures:
@@ -26,6 +38,7 @@ class Recaptures:
         self.shapes: dict[str, None] = {}
         self.values: dict[str, None] = {}
         self._pending: list[str] = []
+        self._told: set[str] = set()
 
     def note(self, reason: str) -> None:
         """Notes why an earlier capture does not fit this step; dynamo reports the latest first."""
@@ -43,7 +56,8 @@ class Recaptures:
         )
         changes[change] = None
 
-        if len(changes) == _PLANS - 1:
+        if len(changes) == _PLANS - 1 and advice not in self._told:
+            self._told.add(advice)
             _LOG.warning(
                 "%s has its third plan, since something changes from step to step. Earlier plans "
                 "were for: %s. %s",

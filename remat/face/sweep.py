@@ -70,6 +70,8 @@ def sweep(
         content = msgspec.json.encode(graph)
         tasks += [joblib.delayed(_solve)(content, budget_bytes, method) for budget_bytes in asked]
 
+    # a worker takes seconds to start
+    n_jobs = min(joblib.effective_n_jobs(n_jobs), max(1, len(tasks)))
     with nullcontext() if n_jobs == 1 else _ending_workers():
         answers: Any = joblib.Parallel(n_jobs=n_jobs)(tasks)
     solutions = [msgspec.json.decode(answer, type=Solution) for answer in answers]

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from typing import TextIO
 
 FIRST_S = 1.0  # seconds before a line is shown
@@ -21,7 +22,8 @@ def is_silent() -> bool:
 class StatusLine:
     """Shows a line and clears it.
 
-    It looks up `sys.stderr` each time, as programs and tests replace it.
+    It looks up `sys.stderr` each time, as programs and tests replace it. Whatever is wrong with it,
+    work goes on: the terminal may be gone, and an object in its place may only write.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,13 @@ class StatusLine:
     def show(self, text: str, elapsed_s: float) -> None:
         """Shows `text` if `elapsed_s` is long enough; off a terminal, only if a line is due."""
         output = sys.stderr
-        if elapsed_s < FIRST_S or output is None or output.closed or is_silent():
+        if elapsed_s < FIRST_S or output is None or is_silent():
+            return
+        with suppress(Exception):
+            self._show_on(output, text, elapsed_s)
+
+    def _show_on(self, output: TextIO, text: str, elapsed_s: float) -> None:
+        if getattr(output, "closed", False):
             return
 
         line = f"remat: {text} ({elapsed_s:.0f} s)"
@@ -51,12 +59,13 @@ class StatusLine:
 
     def clear(self) -> None:
         """Removes the line from the terminal."""
-        if self._shown_on is not None and not self._shown_on.closed:
-            self._shown_on.write(_CLEAR)
-            self._shown_on.flush()
+        if self._shown_on is not None:
+            with suppress(Exception):
+                self._shown_on.write(_CLEAR)
+                self._shown_on.flush()
 
         self._shown_on = None
 
 
 def _is_terminal(output: TextIO) -> bool:
-    return output.isatty() and os.environ.get("TERM", "") != "dumb"
+    return hasattr(output, "isatty") and output.isatty() and os.environ.get("TERM", "") != "dumb"

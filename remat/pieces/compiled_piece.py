@@ -11,7 +11,7 @@ import torch
 from remat.run.executor import BoxedFunction
 from remat.run.hooked_results import watch_hooks
 from remat.run.whole_step import note_planned
-from remat.torch_border.autograd import is_compiled_node
+from remat.torch_border.autograd import is_compiled_node, node_of_step
 from remat.torch_border.sharded import is_sharded
 
 
@@ -25,6 +25,21 @@ def boxed(call: BoxedFunction) -> BoxedFunction:
     return run
 
 
+def released(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a call of a method that does not keep its object alive.
+
+    Dynamo never releases what it compiled. A backward keeps its own `Piecewise` (`as_part_of`).
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = found()
+        assert bound is not None, "a piece runs while its module does"
+        return bound(*args)
+
+    return call
+
+
 def as_part_of(owner: Any, compiled: Callable[..., Any], read: Sequence[int]) -> Callable[..., Any]:
     """Returns a compiled piece that tells its `owner`, a `Piecewise`, what the caller gets.
 
@@ -36,6 +51,10 @@ def as_part_of(owner: Any, compiled: Callable[..., Any], read: Sequence[int]) ->
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
+        running = planned()
+        assert running is not None, "a piece runs while its module does"
+        if (own_node := node_of_step(results)) is not None:
+            own_node.planned_by = running  # for the backward, which may outlive the module
         # AOTAutograd wraps the gradients of sharded arguments, and expects all of them
         if not any(is_sharded(arg) for arg in args):
             nodes: set[Any] = {
@@ -47,8 +66,6 @@ def as_part_of(owner: Any, compiled: Callable[..., Any], read: Sequence[int]) ->
                     note_planned(node, planned)
 
         watch_hooks(results, read)
-        running = planned()
-        assert running is not None, "a piece runs while its module does"
         running.returned([result for result in results if not is_sharded(result)])
         return results
 

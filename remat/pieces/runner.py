@@ -29,7 +29,7 @@ from remat.pieces.break_messages import (
     nothing_compiled,
 )
 from remat.pieces.captured_piece import Copied, Piece, signature
-from remat.pieces.compiled_piece import as_part_of, boxed
+from remat.pieces.compiled_piece import as_part_of, boxed, released
 from remat.pieces.eager_backward import eager_backward
 from remat.pieces.frames import OwnFrames
 from remat.pieces.joined_step import JoinedStep, Run, warn_of_first_step
@@ -49,7 +49,7 @@ from remat.run.hooked_results import results_read_by_others
 from remat.run.module_device import device_type
 from remat.torch_border.autograd import SavedTensors
 from remat.torch_border.cuda_allocator import turn_of
-from remat.torch_border.dynamo import compile_reason, without_leaf_warnings
+from remat.torch_border.dynamo import compile_reason
 from remat.tracers.costs import CostModel
 from remat.tracers.recomputable import are_inference
 
@@ -127,6 +127,9 @@ class Piecewise:
         self._note_break(compile_reason(module))
         read = results_read_by_others(module)
         pieces: list[Piece] = []
+        # AOTAutograd keeps the functions below
+        forward, backward = released(self.run_forward), released(self.run_backward)
+        make_piece = released(self._piece)
         # not the inputs themselves: the compiled piece would keep them alive
         inference = are_inference(example_inputs)
 
@@ -139,7 +142,7 @@ class Piecewise:
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             check_joint(joint, inference)
-            pieces.append(self._piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
+            pieces.append(make_piece(joint, num_fwd_outputs, static_lifetime_input_indices or ()))
 
             step = pieces[-1].step(frozenset())
             halves = pieces[-1].split(frozenset(), Schedule.keep_all(step.graph))
@@ -148,10 +151,10 @@ class Piecewise:
         def compile_forward(graph: fx.GraphModule, _: Any) -> Any:
             if not pieces:
                 return compile_graph(graph)
-            return boxed(partial(self.run_forward, pieces[-1], SavedTensors()))
+            return boxed(partial(forward, pieces[-1], SavedTensors()))
 
         def compile_backward(graph: fx.GraphModule, _: Any) -> Any:
-            return boxed(partial(self.run_backward, pieces[-1]))
+            return boxed(partial(backward, pieces[-1]))
 
         compiled = self.compile(
             module, example_inputs, compile_forward, compile_backward, partition
@@ -233,7 +236,7 @@ class Piecewise:
         held_bytes = gradient_bytes(self.module, kind, inputs) if is_planned else 0
         plan = self._plan_beside(held_bytes)
         session = Session(plan, self.last)
-        with self._open(session), self._frames.installed(), without_leaf_warnings():
+        with self._open(session), self._frames.installed():
             result = plan.meter.forward(call, inputs) if plan else call()
 
         path = tuple(session.pieces)

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import platformdirs
-
 from remat.core.errors import RematError
-from remat.core.files import collect_parts
+from remat.core.files import cache_folder, collect_parts
 from remat.core.graph import Graph
 from remat.core.solution import Solution
 
@@ -30,7 +28,7 @@ _SOURCES = ("core", "solvers")  # folders of the code that plans depend on
 
 def plans_path() -> Path:
     """Returns the folder of the plans: `$XDG_CACHE_HOME/remat/plans-v1` on Linux."""
-    return platformdirs.user_cache_path("remat") / f"plans-{_FORMAT}"
+    return cache_folder() / f"plans-{_FORMAT}"
 
 
 @dataclass(frozen=True)

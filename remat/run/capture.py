@@ -33,6 +33,7 @@ from remat.run.refusals import (
     refuse_cudnn_rnns,
     refuse_fused_cells,
     refuse_nested,
+    refuse_new_storage,
     refuse_scans,
     refuse_what_has_no_size,
     size_that_data_decides,
@@ -275,6 +276,7 @@ def refuse_unplannable(module: fx.GraphModule) -> None:
     refuse_fused_cells(module)
     refuse_changing_sizes(module.graph)
     refuse_nested(module)
+    refuse_new_storage(module)
     cut_at_sizes(module)
 
 

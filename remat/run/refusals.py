@@ -184,6 +184,20 @@ def refuse_nested(module: fx.GraphModule) -> None:
             raise TraceError(nested_is_refused(named(node)))
 
 
+def refuse_new_storage(module: fx.GraphModule) -> None:
+    """Refuses a forward that gives a tensor another storage, by `x.data = ...`.
+
+    A value computed again would read the new data, and the new storage would not be counted.
+    """
+    for node in module.graph.nodes:
+        if node.target in (torch.Tensor.set_, "set_"):
+            raise TraceError(
+                f"the forward gives a tensor other data by `.data =` in {named(node)}; what is "
+                "computed again would read it. Change the tensor in place, under torch.no_grad(): "
+                "`x.copy_(new)`, or `x.mul_(m).add_(y, alpha=1 - m)` for a moving average"
+            )
+
+
 def named(node: fx.Node) -> str:
     """Returns the name of an input, or an operator with the line of code that it comes from."""
     if node.op == "placeholder":

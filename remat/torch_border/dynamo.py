@@ -128,6 +128,7 @@ def _telling_of_captures() -> Iterator[None]:
 
     def begin(_: Any) -> None:
         captures.enter_context(stage("capturing the training step"))
+        captures.enter_context(_without_leaf_warnings())
 
     def end(_: Any) -> None:
         captures.close()
@@ -177,10 +178,11 @@ def compile_frame(
 
 
 @contextmanager
-def without_leaf_warnings() -> Iterator[None]:
+def _without_leaf_warnings() -> Iterator[None]:
     """Hides a warning that dynamo causes and the model can't avoid (2.13).
 
-    Dynamo reads `.grad` of tensors passed from one piece to the next, which are not leaves.
+    Dynamo reads `.grad` of tensors passed from one piece to the next, which are not leaves. Around
+    a step that runs, this would make Python show each of the user's warnings again.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(

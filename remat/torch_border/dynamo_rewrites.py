@@ -6,18 +6,23 @@ below was checked with the version beside it.
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo import variables as dynamo_variables
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable  # 2.13
+
+from remat.core.errors import TraceError
 
 _CAPTURE = threading.local()
 
@@ -34,6 +39,10 @@ def operators_left_alone() -> Iterator[None]:
     - `numpy.random` has a generator of its own; dynamo draws from torch's. It is a graph break.
     - NumPy's functions and methods of an array round differently from torch's. They are a graph
       break; operators between arrays are not.
+    - A `random.Random` of the user's would draw the same number in each step. It is a graph break.
+    - A `deque` drops items beyond `maxlen`, which dynamo does not know. It is a graph break.
+    - `OrderedDict.move_to_end` is refused: dynamo loses it, and does not see the order.
+    - A `numpy.float64` is a float, also for a tensor; dynamo makes an array of it.
     - `nn.TransformerEncoder` returns zeros for padding in its fast path, and asks whether it is
       compiled before it takes that. It is told that it is not where it may take it.
     """
@@ -58,7 +67,8 @@ def _install() -> None:
     """Wraps dynamo's handlers once; outside of a capture they do what they did.
 
     `TorchInGraphFunctionVariable._get_handlers`, `BuiltinVariable._call_min_max_binary`,
-    `NumpyVariable.call_function`, `NumpyNdarrayVariable.call_method` (2.13).
+    `NumpyVariable.call_function`, `NumpyNdarrayVariable.call_method`, `VariableBuilder._wrap`,
+    `VariableBuilder.wrap_listlike`, `call_method` of `RandomVariable` and of dictionaries (2.13).
     """
     handlers: dict[Any, Any] = dynamo_variables.TorchInGraphFunctionVariable._get_handlers()
     for function in (torch.addcdiv, torch._foreach_lerp_, torch.full):
@@ -76,6 +86,18 @@ def _install() -> None:
         (NumpyNdarrayVariable, "call_method"),
     ):
         setattr(kind, method, _broken_at_arrays(getattr(kind, method)))
+
+    known: Any = dynamo_variables
+    of_generators, of_deques = known.RandomVariable, known.lists.DequeVariable
+    of_generators.call_method = _broken_where(lambda *_: True, of_generators.call_method)
+    of_deques.call_method = _broken_where(_is_of_full_deque, of_deques.call_method)
+    for name in ("OrderedDictVariable", "ConstDictVariable"):
+        if of_dictionaries := getattr(known.user_defined, name, None):
+            of_dictionaries.call_method = _keeping_order(of_dictionaries.call_method)
+
+    builder: Any = VariableBuilder
+    builder.wrap_listlike = _with_maxlen(builder.wrap_listlike)
+    builder._wrap = _as_floats(builder._wrap)
 
 
 def _is_capturing() -> bool:
@@ -135,6 +157,72 @@ def _broken_at_arrays(handler: Callable[..., Any]) -> Callable[..., Any]:
                 hints=["Use torch's function of the tensor."],
             )
         return handler(self, tx, *given)
+
+    return handle
+
+
+def _broken_where(
+    is_changed: Callable[[Any, str], bool], handler: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a handler of methods that breaks the graph where one changes a user's object."""
+
+    @functools.wraps(handler)
+    def handle(self: Any, tx: Any, name: str, *given: Any) -> Any:
+        # an object without a source was made by the forward itself
+        if _is_capturing() and self.source is not None and is_changed(self, name):
+            _break_graph(
+                gb_type="Method that changes an object from outside of the graph",
+                context=f"{self.python_type_name()}.{name}",
+                explanation="torch.compile does not keep all of the change",
+                hints=["Call it outside of the forward."],
+            )
+        return handler(self, tx, name, *given)
+
+    return handle
+
+
+def _keeping_order(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a handler of methods of a dictionary that refuses `move_to_end`."""
+
+    @functools.wraps(handler)
+    def handle(self: Any, tx: Any, name: str, *given: Any) -> Any:
+        if _is_capturing() and name == "move_to_end":
+            raise TraceError(
+                "the forward calls move_to_end of an OrderedDict, whose order torch.compile does "
+                "not see; pop the item and set it again"
+            )
+        return handler(self, tx, name, *given)
+
+    return handle
+
+
+def _is_of_full_deque(deque: Any, method: str) -> bool:
+    """True for a method that may drop items of a deque with `maxlen`."""
+    is_added = method in ("append", "appendleft", "extend", "extendleft", "insert", "__iadd__")
+    return is_added and not deque.maxlen.is_constant_none()
+
+
+def _with_maxlen(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a handler of lists from outside of a graph that knows how long a deque may be."""
+
+    @functools.wraps(handler)
+    def handle(self: Any, value: Any) -> Any:
+        found = handler(self, value)
+        if _is_capturing() and type(value) is collections.deque and hasattr(found, "maxlen"):
+            found.maxlen = dynamo_variables.ConstantVariable.create(value.maxlen)
+        return found
+
+    return handle
+
+
+def _as_floats(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a handler of values from outside of a graph; `numpy.float64`s become floats."""
+
+    @functools.wraps(handler)
+    def handle(self: Any, value: Any) -> Any:
+        if _is_capturing() and type(value) is np.float64:
+            return self.wrap_symfloat(float(value))
+        return handler(self, value)
 
     return handle
 

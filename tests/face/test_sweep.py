@@ -62,6 +62,13 @@ def test_an_unmet_budget_is_an_answer_and_not_an_error() -> None:
     assert (met.status, unmet.status) == (Status.OPTIMAL, Status.INFEASIBLE)
 
 
+def test_no_worker_is_started_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: 60 processes for one solve, which take 18 s to start."""
+    monkeypatch.setattr(joblib, "Parallel", lambda n_jobs: pytest.fail(f"{n_jobs} processes"))
+    with pytest.raises(pytest.fail.Exception, match=r"^1 processes"):
+        remat.sweep([chain(8)], ["100%"], n_jobs=60)
+
+
 def test_an_empty_sweep_is_empty() -> None:
     assert remat.sweep([], ["50%"]) == []
     assert remat.sweep([chain(3)], []) == [[]]

@@ -55,6 +55,33 @@ def test_on_a_terminal_one_line_is_rewritten_and_removed(monkeypatch: pytest.Mon
     assert shown.endswith("\r\x1b[K")
 
 
+class Gone(Terminal):
+    """A terminal that was closed, in the eyes of the kernel alone."""
+
+    def write(self, _: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+class Tee:
+    """What many programs put in the place of stderr."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("output", [Gone(), Tee()], ids=["gone", "tee"])
+def test_work_goes_on_whatever_is_wrong_with_stderr(
+    output: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", output)
+    with stage("planning"):
+        time.sleep(0.05)
+        assert "remat-status" in {thread.name for thread in threading.enumerate()}
+
+
 @pytest.mark.usefixtures("quick")
 def test_redirected_output_has_lines_of_the_innermost_stage(
     monkeypatch: pytest.MonkeyPatch,

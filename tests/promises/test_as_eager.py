@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -267,6 +269,68 @@ def test_exact_methods_of_an_array_break_no_graph() -> None:
         "nothing kept",
     )
     assert call_of(model).piecewise is None
+
+
+def with_own_generator(step: Any, x: torch.Tensor) -> torch.Tensor:
+    return first_of(step.second(step.first(x) * step.generator.random()).sin().mean())
+
+
+def with_a_bank(step: Any, x: torch.Tensor) -> torch.Tensor:
+    h = step.first(x)
+    step.bank.append(h.detach().mean(0))
+    return first_of(step.second(h * torch.stack(list(step.bank)).mean(0)).sin().mean())
+
+
+def with_the_newest_first(step: Any, x: torch.Tensor) -> torch.Tensor:
+    h = step.first(x)
+    step.bank.appendleft(h.detach().mean(0))
+    return first_of(step.second(h * step.bank[0] + step.bank[-1]).sin().mean())
+
+
+def with_a_float_of_numpy(step: Any, x: torch.Tensor) -> torch.Tensor:
+    step.weight = step.weight * 0.9
+    return first_of(step.weight * step.second(step.first(x)).sin().mean())
+
+
+@pytest.mark.parametrize(
+    "compute", [with_own_generator, with_a_bank, with_the_newest_first, with_a_float_of_numpy]
+)
+def test_objects_of_the_users_change_as_in_python(compute: Callable[..., torch.Tensor]) -> None:
+    """Naive: dynamo draws one number for all steps, fills a deque without end, and makes a
+    `numpy.float64` an array.
+    """
+    model = Step(compute)
+    model.generator, model.bank = random.Random(3), deque(maxlen=2)  # type: ignore[assignment]
+    model.weight = np.float64(0.3)  # type: ignore[assignment]
+    plain = copy.deepcopy(model)
+    planned(model, SCHEDULES["nothing kept"])
+    for step in range(5):
+        x = torch.full((2, WIDTH), step / 5)
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)  # the type too
+
+
+def reordered(step: Any, x: torch.Tensor) -> torch.Tensor:
+    step.known.move_to_end(next(iter(step.known)))
+    return first_of(step.first(x).sum())
+
+
+def given_other_data(step: Any, x: torch.Tensor) -> torch.Tensor:
+    """A moving average as in MoCo's code."""
+    with torch.no_grad():
+        step.buffer.data = step.buffer.data * 0.9 + step.first.bias.data * 0.1
+    return first_of((step.first(x) * step.buffer).sum())
+
+
+@pytest.mark.parametrize(
+    ("compute", "told"),
+    [(reordered, "move_to_end of an OrderedDict"), (given_other_data, r"`x\.copy_\(new\)`")],
+)
+def test_what_would_be_lost_or_read_again_is_refused(compute: Any, told: str) -> None:
+    """Naive: the order stays; values computed again read the new data, 15 % off."""
+    model = Step(compute)
+    model.known = OrderedDict(a=1, b=2)  # type: ignore[assignment]
+    with pytest.raises(remat.TraceError, match=told):
+        planned(model, SCHEDULES["nothing kept"])(torch.ones(2, WIDTH))
 
 
 class Distilled(nn.Module):

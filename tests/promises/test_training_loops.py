@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -364,6 +365,88 @@ def test_a_deleted_model_is_gone(executor: str) -> None:
     del model
     gc.collect()
     assert [ref() for ref in parts] == [None] * len(parts)
+
+
+class InPieces(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).sin()
+        torch._dynamo.graph_break()
+        loss: torch.Tensor = self.second(hidden).sin().mean()
+        return loss
+
+
+def test_a_deleted_model_in_pieces_is_gone() -> None:
+    """Naive: AOTAutograd keeps what it compiled for ever, and with it the plan and its module."""
+    model = planned(InPieces())
+    train(model)
+    parts = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+    del model
+    for _ in range(2):  # what the first collection frees holds more
+        gc.collect()
+    assert [ref() for ref in parts] == [None] * len(parts)
+
+
+@on_both_executors
+@pytest.mark.parametrize("kind", [Net, InPieces])
+def test_a_backward_may_outlive_its_model(kind: type[nn.Module], executor: str) -> None:
+    plain = kind()
+    ends = []
+    for one in (planned(copy.deepcopy(plain), executor=executor), reference(plain, executor)):
+        torch.manual_seed(1)
+        x = torch.randn(4, 8, requires_grad=True)
+        for _ in range(2):
+            loss = one(x)
+            loss.backward()
+        loss = one(x)
+        ends.append((loss, x))
+    del one, plain
+    gc.collect()
+    for loss, _ in ends:
+        loss.backward()
+    assert_same(*[[x.grad] for _, x in ends], executor=executor)
+
+
+def test_a_warning_is_shown_once_however_many_steps_follow() -> None:
+    """Naive: each step changes the filters, after which Python shows every warning again."""
+    model = planned(InPieces())
+    train(model)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for x in batches(3):
+            warnings.warn("said by the training loop", stacklevel=1)
+            model(x).backward()
+    assert [str(warning.message) for warning in shown] == ["said by the training loop"]
+
+
+class Heads(nn.Module):
+    """One of many heads learns in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, size) for size in range(1, 8))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        loss: torch.Tensor = self.heads[chosen](x).sin().mean()
+        return loss
+
+
+def test_few_sizes_of_earlier_gradients_have_plans_of_their_own() -> None:
+    """Naive: each sum of bytes of gradients is captured and planned anew."""
+    model = planned(Heads(), keep_all)
+    for chosen in (0, 1, 2, 3, 4, 5, 6, 0):  # the gradients add up
+        model(torch.ones(2, 8), chosen).backward()
+    rooms = {held for held, *_ in call_of(model)._whole}
+    for left in range(7):
+        for parameter in model.get_submodule(f"heads.{left}").parameters():
+            parameter.grad = None
+        model(torch.ones(2, 8), 6).backward()
+    assert {held for held, *_ in call_of(model)._whole} == rooms
 
 
 @on_both_executors

@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import remat
+from remat.plan.disk_cache import PlanCache, plans_path
 from remat.tracers import devices, profiled
-from remat.tracers.cache import DiskCache
+from remat.tracers.cache import DiskCache, cache_path
 from remat.tracers.calls import Call
 from remat.tracers.cost_models import flops, resolve_costs, roofline
 from remat.tracers.costs import CostModel, Flops, OperatorCost
 from remat.tracers.profiled import profile
+from remat.tracers.synthetic import chain
 
 pytestmark = pytest.mark.usefixtures("own_measurements")
 
@@ -215,6 +218,32 @@ def test_the_cpu_is_measured_once(tmp_path: Path) -> None:
     devices._cpu.cache_clear()
     assert devices.device("CPU") == first
     assert list(tmp_path.glob("cpu-*.json"))
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
+def test_the_cpu_is_measured_whatever_mode_is_on(mode: Callable[[], Any]) -> None:
+    """Naive: tensors of the default device or mode, on which nothing takes any time."""
+    with mode():
+        cpu = devices.device("cpu")
+    assert cpu.fp32 < 1e14
+    assert cpu.launch_s < 1e-4
+
+
+def test_a_user_without_a_home_has_no_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home(_: str) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr("platformdirs.user_cache_path", no_home)
+    cache = DiskCache(cache_path("profile"))
+    cache.put("key", (1.0,))
+    assert cache.get("key", (0, 2)) == (1.0,)
+    assert "can't be written" in caplog.text
+
+    graph = chain(3)
+    plans, solution = PlanCache(plans_path()), remat.solve(graph, "100%")
+    assert plans.get_or_solve(graph, 100, "auto", lambda: solution) is solution
 
 
 def test_a_cost_model_is_found_by_its_name() -> None:

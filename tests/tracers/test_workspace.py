@@ -454,9 +454,7 @@ def test_large_convolutions_are_extrapolated_from_smaller_batches(
     workspace._store.cache_clear()
     size_of = {"_MOST_FLOP": flop_of, "_MOST_BYTES": bytes_moved}[limit]
     monkeypatch.setattr(workspace, limit, size_of(call) / 3)
-    monkeypatch.setattr(
-        "remat.tracers.cache.platformdirs.user_cache_path", lambda _: tmp_path / "other"
-    )
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path / "other")
     assert workspace_bytes(call, "cpu") == pytest.approx(held, rel=0.02)
 
 
