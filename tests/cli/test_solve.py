@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,26 @@ def test_python_m_remat_does_the_same(plain: Path) -> None:
     done = call("solve", plain, "--budget", "lots")
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_unicode_shows_the_rest(tmp_path: Path) -> None:
+    """Naive: a traceback for the sign of microseconds, after the output was written."""
+    graph = chain(4)
+    file = tmp_path / "graph.json"
+    graph.with_costs([1e-6] * graph.num_operators, costs="profile:cpu").save(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "remat", "solve", str(file), "--budget", "100%"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b" ?s" in done.stdout
+
+
+def test_importing_draws_no_random_number() -> None:
+    """Naive: a library does so when it is imported, and all of the user's draws differ."""
+    code = (
+        "import random; random.seed(0); before = random.getstate(); import remat; "
+        "remat.checkpoint, remat.report, remat.fits; assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
