@@ -64,14 +64,6 @@ def untimed_guards() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def idle_machine() -> Iterator[None]:
-    """Lets every time that is measured count as one of an idle machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("remat.tracers.timing.waited_s", lambda: 0.0)
-        yield
-
-
 @pytest.fixture
 def fresh_torch() -> Iterator[None]:
     """Clears dynamo's compiled code before and after a test, and seeds its random numbers."""
@@ -89,7 +81,11 @@ def quick_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts without measured costs and workspaces, with random numbers from a seed."""
+    """Starts without measured costs and workspaces, with random numbers from a seed.
+
+    Measured times count as those of an idle machine, and are stored.
+    """
+    monkeypatch.setattr("remat.tracers.timing.waited_s", lambda: 0.0)
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
     devices._cpu.cache_clear()
     workspace._store.cache_clear()
