@@ -45,7 +45,7 @@ def test_every_improvement_names_its_technique(threads: int) -> None:
 # these run on large graphs only, on graphs of a few operators, or where a gap is left at the end
 ELSEWHERE = {
     "prices", "relaxations", "margins", "segments", "exhaustive", "repair", "stage-selection",
-    "neighbourhoods", "second-restarts", "other-seeds",
+    "neighbourhoods", "second-restarts", "other-seeds", "benders",
 }  # fmt: skip
 
 
@@ -64,6 +64,14 @@ def techniques_run(
 
 def test_all_techniques_but_those_for_other_graphs_run(caplog: pytest.LogCaptureFixture) -> None:
     assert set(HERE) <= techniques_run(caplog, without=(), time_limit_s=5.0)
+
+
+def test_benders_runs_where_refinement_leaves_a_gap(caplog: pytest.LogCaptureFixture) -> None:
+    assert "benders" in techniques_run(caplog, without=("refinement",), time_limit_s=5.0)
+    caplog.clear()
+    assert "benders" not in techniques_run(
+        caplog, without=("refinement", "benders"), time_limit_s=0.7
+    )
 
 
 @pytest.mark.parametrize("name", HERE)
