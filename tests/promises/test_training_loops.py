@@ -406,7 +406,8 @@ def test_a_backward_may_outlive_its_model(kind: type[nn.Module], executor: str) 
         loss = one(x)
         ends.append((loss, x))
     del one, plain
-    gc.collect()
+    for _ in range(2):  # what the first collection frees holds more
+        gc.collect()
     for loss, _ in ends:
         loss.backward()
     assert_same(*[[x.grad] for _, x in ends], executor=executor)

@@ -71,8 +71,7 @@ def test_times_of_a_busy_machine_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Naive: the next process plans with costs that were wrong once."""
-    timings = [Timing(0.02, is_disturbed=True), Timing(0.0003, is_disturbed=False)]
-    monkeypatch.setattr(profiled, "timing_of", lambda *_: timings[0])
+    monkeypatch.setattr(profiled, "timing_of", lambda *_: Timing(0.02, is_disturbed=True))
     monkeypatch.setattr(profiled, "workspace_of", lambda *_: 8)
     path = tmp_path / "costs.json"
     calls = [
