@@ -190,7 +190,8 @@ def refuse_new_storage(module: fx.GraphModule) -> None:
     A value computed again would read the new data, and the new storage would not be counted.
     """
     for node in module.graph.nodes:
-        if node.target in (torch.Tensor.set_, "set_"):
+        name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+        if name in ("set_", "shallow_copy_data_"):  # the second from torch 2.14 on
             raise TraceError(
                 f"the forward gives a tensor other data by `.data =` in {named(node)}; what is "
                 "computed again would read it. Change the tensor in place, under torch.no_grad(): "
