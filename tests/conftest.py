@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 import remat
 from remat.solvers.auto.minimum import minimum
@@ -62,6 +63,39 @@ def untimed_guards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scalar_kernels() -> Iterator[None]:
+    """Keeps Inductor from using vector instructions, for which g++ takes half as long again.
+
+    What a plan holds, and which kernels it has, does not depend on them.
+    """
+    with inductor_config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+@pytest.fixture
+def vector_kernels() -> Iterator[None]:
+    """Lets Inductor use them, as it does where nothing is set."""
+    with inductor_config.patch({"cpp.simdlen": None}):
+        yield
+
+
+@pytest.fixture
+def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled and fused kernels compute nothing, as only memory is checked."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    def idle(*_: object, **__: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", idle)
+    monkeypatch.setattr(AsyncCompile, "wait", lambda *_: None)
+    PyCodeCache.cache_clear()
+    yield
+    PyCodeCache.cache_clear()  # the same code has real kernels in other tests
 
 
 @pytest.fixture

@@ -219,7 +219,8 @@ class Cut(Net):
 def test_a_step_in_pieces_gets_an_answer() -> None:
     """Naive: only steps that are captured whole get one."""
     whole, cut = (
-        remat.fits(model(2), batch_of(1024), device="H100", budget="80%") for model in (Net, Cut)
+        remat.fits(model(2), batch_of(1024), device="H100", budget="80%", time_limit_s=0.5)
+        for model in (Net, Cut)
     )
     assert cut and cut.planned is not None
     assert cut.plain_bytes == whole.plain_bytes
@@ -227,7 +228,7 @@ def test_a_step_in_pieces_gets_an_answer() -> None:
     assert 1.0 <= cut.keep_all.total / whole.keep_all.total < 1.05
 
     batches = remat.max_batch(
-        Cut(2), batch_of, whole.keep_all.total, device="H100", optimizer="sgd", points=2
+        Cut(2), batch_of, whole.keep_all.total, device="H100", optimizer="sgd", points=1
     )
     assert batches.largest > 1024
 

@@ -139,7 +139,7 @@ def test_a_known_plan_that_leaves_no_room_for_what_is_held_beside_it_is_not_take
     assert taken.peak_bytes <= PEAK_BYTES
 
 
-@pytest.mark.usefixtures("fresh_torch")
+@pytest.mark.usefixtures("fresh_torch", "idle_kernels")
 def test_kernels_keep_the_budget_that_an_error_named() -> None:
     """Naive: the remembered plan gets another limit, so that other loops are fused."""
 

@@ -33,7 +33,7 @@ from tests.support.planned import (
     state_after,
 )
 
-pytestmark = [pytest.mark.usefixtures("fresh_torch"), *COMPILES]
+pytestmark = [pytest.mark.usefixtures("fresh_torch", "vector_kernels"), *COMPILES]
 
 
 @pytest.fixture(scope="module")

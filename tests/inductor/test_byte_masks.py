@@ -91,7 +91,7 @@ class Dropping(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).square().mean()
 
 
-@pytest.mark.usefixtures("fresh_torch")
+@pytest.mark.usefixtures("fresh_torch", "vector_kernels")
 @pytest.mark.parametrize(
     ("dtype", "is_cut"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],

@@ -61,6 +61,7 @@ def test_a_run_of_a_kernel_that_nothing_reads_is_left_out() -> None:
     assert {index for index in repeated if steps.count(index) == 2} == repeated
 
 
+@pytest.mark.usefixtures("idle_kernels")
 def test_the_traced_kernel_graph_is_the_planned_one() -> None:
     traced_graph = remat.trace(Net(), (batch(),), executor="inductor")
     model = Net()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
@@ -91,27 +91,11 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 32, 3), *(Bottleneck(32) for _ in range(6)))
+        self.layers = nn.Sequential(nn.Conv2d(3, 32, 3), *(Bottleneck(32) for _ in range(4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.layers(x).square().mean()
         return loss
-
-
-@pytest.fixture
-def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is compiled and fused kernels compute nothing, as only memory is checked."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import PyCodeCache
-
-    def idle(*_: object, **__: object) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", idle)
-    monkeypatch.setattr(AsyncCompile, "wait", lambda *_: None)
-    PyCodeCache.cache_clear()
-    yield
-    PyCodeCache.cache_clear()  # the same code has real kernels in other tests
 
 
 @pytest.mark.usefixtures("idle_kernels")
@@ -158,6 +142,7 @@ def test_the_first_plan_fits_where_much_is_computed_again(
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
+@pytest.mark.usefixtures("idle_kernels")
 def test_the_first_plan_fits_beside_concatenations(caplog: pytest.LogCaptureFixture) -> None:
     """Naive: the memory of a concatenation exists once its first part is written."""
     caplog.set_level(logging.INFO, logger="remat")
@@ -330,6 +315,7 @@ def test_if_no_plan_is_small_enough_the_smallest_is_tried(
     assert solution.budget_bytes - solution.peak_bytes < 0.02 * solution.peak_bytes
 
 
+@pytest.mark.usefixtures("idle_kernels")
 def test_kernels_that_hold_more_than_the_budget_are_planned_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -350,27 +336,35 @@ def test_kernels_that_hold_more_than_the_budget_are_planned_again(
     assert "planning again with a smaller budget" in caplog.text
 
 
-def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naive: Inductor copies them to channels last, and a budget that a plan meets is refused.
+BRIEFLY: dict[str, Any] = {
+    "executor": "inductor", "costs": "roofline", "time_limit_s": 1.0, "plan_cache": False,
+}  # fmt: skip
 
-    On a GPU the copies are tried first.
-    """
-    model, x = UNet(width=16, depth=2), torch.randn(2, 3, 32, 32)
+
+def convolutions() -> tuple[UNet, tuple[torch.Tensor, torch.Tensor]]:
     labels = torch.zeros(2, 32, 32, dtype=torch.long)
-    plain = copy.deepcopy(model)
-    options: dict[str, Any] = {
-        "executor": "inductor", "costs": "roofline", "time_limit_s": 1.0, "plan_cache": False,
-    }  # fmt: skip
+    return UNet(width=16, depth=2), (torch.randn(2, 3, 32, 32), labels)
 
-    remat.checkpoint(model, "80%", **options)
+
+def test_convolutions_get_no_copies_of_their_inputs() -> None:
+    """Naive: Inductor copies them to channels last, and a budget that a plan meets is refused."""
+    model, args = convolutions()
+    plain = copy.deepcopy(model)
+    remat.checkpoint(model, "80%", **BRIEFLY)
     for each in (model, plain):
-        each(x, labels).backward()
+        each(*args).backward()
 
     report = remat.report(model)
     assert report.kernels_peak_bytes is not None
     assert report.kernels_peak_bytes <= report.solution.budget_bytes
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("idle_kernels")
+def test_copies_for_convolutions_are_tried_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive: a budget that only a plan without the copies meets is refused."""
+    model, args = convolutions()
 
     def with_copies_at_first(**_: bool) -> Any:
         halves.append(1)
@@ -380,14 +374,14 @@ def test_convolutions_get_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiled_halves, "compile_options", with_copies_at_first)
     for name in ("ATTEMPTS", "_ATTEMPTS_COPYING"):
         monkeypatch.setattr(attempts, name, 1)
-    again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
+    refused = remat.checkpoint(copy.deepcopy(model), "80%", **BRIEFLY)
     with pytest.raises(remat.BudgetError, match="Inductor's kernels hold"):
-        again(x, labels)
+        refused(*args)
 
     halves.clear()
     monkeypatch.setattr(backend, "_may_copy_layouts", lambda _: True)
-    again = remat.checkpoint(copy.deepcopy(plain), "80%", **options)
-    again(x, labels).backward()
+    remat.checkpoint(model, "80%", **BRIEFLY)
+    model(*args).backward()
     assert len(halves) == 4
 
 
@@ -404,6 +398,7 @@ class Resized(nn.Module):
         return loss
 
 
+@pytest.mark.usefixtures("idle_kernels")
 def test_an_inputs_size_does_not_depend_on_how_often_a_kernel_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -452,6 +447,7 @@ class Padded(nn.Module):
         return (padded @ self.weight).square().mean()
 
 
+@pytest.mark.usefixtures("idle_kernels")
 def test_a_padded_operand_exists_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Naive: Inductor computes it, then copies it into padded memory."""
     peaks = []

@@ -165,7 +165,7 @@ def test_a_padded_head_holds_what_its_plan_predicts(make: type[Head], budget: st
     assert report.kernels_peak_bytes == pytest.approx(report.solution.peak_bytes, rel=0.01)
 
 
-@pytest.mark.usefixtures("fresh_torch", "_pads_on_a_cpu")
+@pytest.mark.usefixtures("fresh_torch", "idle_kernels", "_pads_on_a_cpu")
 def test_a_head_that_is_padded_twice_would_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for is_naive in (False, True):

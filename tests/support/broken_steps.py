@@ -35,9 +35,11 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
+    num_blocks = 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(self.num_blocks))
         self.head = nn.Linear(WIDTH, 3)
         self.register_buffer("count", torch.zeros(()))
         self.seen: list[float] = []
@@ -48,21 +50,25 @@ class Base(nn.Module):
 
 
 class Broken(Base):
+    num_blocks = 3
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
         x = self.blocks[1](x)
         torch._dynamo.graph_break()
-        return self.loss(self.blocks[3](self.blocks[2](x)))
+        return self.loss(self.blocks[2](x))
 
 
 class Halves(Base):
     """The shortest step in pieces; not among `MODELS`."""
 
+    num_blocks = 2
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](x))
+        x = self.blocks[0](x)
         torch._dynamo.graph_break()
-        return self.loss(self.blocks[3](self.blocks[2](x)))
+        return self.loss(self.blocks[1](x))
 
 
 class Prints(Base):
@@ -169,12 +175,14 @@ class Random(Base):
 class Views(Base):
     """Eager operators slice a piece's result, save a tensor, and hold a large temporary."""
 
+    num_blocks = 2
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](x))
+        x = self.blocks[0](x)
         part = torch.compiler.disable(
             lambda t: (t[1:] * 2).exp() + torch.stack([t[1:].detach()] * 10).mean(0)
         )(x)
-        return self.loss(self.blocks[3](self.blocks[2](part)))
+        return self.loss(self.blocks[1](part))
 
 
 class ViewAfterwards(Base):
@@ -230,12 +238,14 @@ class ManyResults(Base):
 class Checked(Base):
     """A factor that is checked before the break: the check is an effect, with an order."""
 
+    num_blocks = 2
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](x))
+        x = self.blocks[0](x)
         factor = torch.linalg.cholesky(x.mT @ x / ROWS + torch.eye(WIDTH))
         torch._dynamo.graph_break()
         determinant: torch.Tensor = factor.diagonal().log().sum()
-        return self.loss(self.blocks[3](self.blocks[2](x))) + determinant
+        return self.loss(self.blocks[1](x)) + determinant
 
 
 class Unused(Base):

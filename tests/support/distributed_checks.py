@@ -50,7 +50,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -347,9 +347,10 @@ CHECKS: dict[int, list[Callable[[], dict[str, Any]]]] = {
 
 def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    patch = pytest.MonkeyPatch()  # as the fixtures `untimed_guards` and `quick_first_step` do
+    patch = pytest.MonkeyPatch()  # as the fixtures of `conftest.py` do
     patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
     patch.setattr("remat.pieces.captured_piece._PROVISIONAL_S", 0.1)
+    patch.setattr("torch._inductor.config.cpp.simdlen", 1)
 
     dist.init_process_group(
         "gloo",
