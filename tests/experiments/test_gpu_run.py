@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def short_plans_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives planning less time, since these plans need not be good."""
-    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 2.0)
+    monkeypatch.setattr(steps, "PLAN_LIMIT_S", 1.0)
 
 
 def facts(path: Path) -> list[dict[str, Any]]:
