@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,17 @@ def untimed_guards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unrecorded_graphs() -> None:
+    """Keeps pytest from recording torch's trace of a compilation, for which torch prints graphs.
+
+    pytest adds handlers to each logger that does not propagate; torch prints if there are any.
+    """
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
