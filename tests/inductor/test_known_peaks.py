@@ -142,7 +142,6 @@ def test_the_first_plan_fits_where_much_is_computed_again(
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
-@pytest.mark.usefixtures("idle_kernels")
 def test_the_first_plan_fits_beside_concatenations(caplog: pytest.LogCaptureFixture) -> None:
     """Naive: the memory of a concatenation exists once its first part is written."""
     caplog.set_level(logging.INFO, logger="remat")
@@ -361,7 +360,6 @@ def test_convolutions_get_no_copies_of_their_inputs() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.usefixtures("idle_kernels")
 def test_copies_for_convolutions_are_tried_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Naive: a budget that only a plan without the copies meets is refused."""
     model, args = convolutions()
@@ -398,7 +396,6 @@ class Resized(nn.Module):
         return loss
 
 
-@pytest.mark.usefixtures("idle_kernels")
 def test_an_inputs_size_does_not_depend_on_how_often_a_kernel_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
